@@ -1,0 +1,1 @@
+"""The OpenAI-compatible aiohttp server. Talks to the engine only through AsyncEngine."""

@@ -1,0 +1,1 @@
+"""cuengine: a small serving engine for LLaMA-family models."""

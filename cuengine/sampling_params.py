@@ -1,0 +1,119 @@
+"""How one request wants its tokens chosen and when it ends. Names, defaults and ranges are vLLM's.
+
+Checks that need the model (vocabulary, context length) are made on admission, in engine.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from cuengine.errors import RequestError
+
+MAX_LOGPROBS = 100
+MAX_SAMPLES = 128
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one request.
+
+    n                   samples to return
+    best_of             samples to draw, of which the n with the best mean log-probability are
+                        returned; None: n
+    temperature         0 is greedy
+    top_p, top_k, min_p truncation; 1, 0 (or -1) and 0 turn each off
+    seed                None: one is drawn on admission
+    stop                strings that end a sample; not part of its text, unless
+                        include_stop_str_in_output
+    stop_token_ids      tokens that end a sample, besides the model's own end-of-sequence tokens
+    ignore_eos          go on past the model's end-of-sequence tokens
+    max_tokens          None: the room left in the model's context
+    min_tokens          no end of sequence and no stop token before so many tokens
+    presence_penalty, frequency_penalty   OpenAI's, over the sample's own tokens
+    repetition_penalty  over prompt and sample (Keskar et al., arXiv 1909.05858, section 4.1)
+    logit_bias          token id -> -100 to 100, added to its logit
+    logprobs            most likely tokens to report besides the chosen one; None: nothing
+    prompt_logprobs     the same for the prompt's tokens
+    skip_special_tokens leave special tokens out of the text
+
+    Raises RequestError, with the field's name in `param`, for a bad value.
+    """
+
+    n: int = 1
+    best_of: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            self.stop = [self.stop]
+        _integer("n", self.n, 1, MAX_SAMPLES)
+        if self.best_of is not None:
+            _integer("best_of", self.best_of, self.n, MAX_SAMPLES)
+        _number("temperature", self.temperature, 0, 100)
+        _number("top_p", self.top_p, 0, 1, open_low=True)
+        _integer("top_k", self.top_k, -1, 2**31 - 1)
+        _number("min_p", self.min_p, 0, 1)
+        if self.seed is not None:
+            _integer("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        _integer("min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(
+                f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}",
+                param="min_tokens",
+            )
+        _number("presence_penalty", self.presence_penalty, -2, 2)
+        _number("frequency_penalty", self.frequency_penalty, -2, 2)
+        _number("repetition_penalty", self.repetition_penalty, 0, 1e6, open_low=True)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
+        for text in self.stop:
+            if not isinstance(text, str) or not text:
+                raise RequestError(f"stop: {text!r} is not a non-empty string", param="stop")
+        for token in self.stop_token_ids:
+            _integer("stop_token_ids", token, 0, 2**31 - 1)
+        for token, bias in self.logit_bias.items():
+            _integer("logit_bias", token, 0, 2**31 - 1)
+            _number("logit_bias", bias, -100, 100)
+
+    @property
+    def num_samples(self) -> int:
+        """Samples to draw."""
+        return self.best_of or self.n
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+def _integer(name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise RequestError(f"{name}={value!r} is not an integer from {low} to {high}", param=name)
+
+
+def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or not low <= value <= high or (open_low and value == low):
+        bounds = f"above {low} and at most {high}" if open_low else f"from {low} to {high}"
+        raise RequestError(f"{name}={value!r} is not a number {bounds}", param=name)

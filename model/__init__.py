@@ -1,0 +1,1 @@
+"""Models: configuration, weights, rope, tokenizers, chat templates, finding a model by name."""
