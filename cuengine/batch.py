@@ -22,13 +22,13 @@ class Batch:
     """Tokens to run through the model, flattened over sequences.
 
     token_ids           int32 [num_tokens]
-    positions           int32 [num_tokens]                    position of each token in its sequence
-    slot_mapping        int64 [num_tokens]                    block * block_size + offset where its K and V go
-    block_tables        int32 [num_seqs, max_blocks]          padded with -1
-    query_start_loc     int32 [num_seqs + 1]                  sequence i's tokens are those from [i] to [i + 1]
-    seq_lens            int32 [num_seqs]                      tokens in the cache after this step
-    logits_indices      int32 [num_rows]                      tokens whose logits are wanted, with repeats
-    block_copies        int32 [num_copies, 2]                 (from, to): copied in all layers before the step
+    positions           int32 [num_tokens]            position of each token in its sequence
+    slot_mapping        int64 [num_tokens]            block * block_size + offset where its K and V go
+    block_tables        int32 [num_seqs, max_blocks]  padded with -1
+    query_start_loc     int32 [num_seqs + 1]          sequence i's tokens are those from [i] to [i + 1]
+    seq_lens            int32 [num_seqs]              tokens in the cache after this step
+    logits_indices      int32 [num_rows]              tokens whose logits are wanted, with repeats
+    block_copies        int32 [num_copies, 2]         (from, to): copied in all layers before the step
     """
 
     token_ids: Int32
@@ -49,24 +49,24 @@ class SamplingBatch:
     log-probability (prompt log-probabilities). Arrays that no row needs are None, so that a plain
     greedy batch costs an argmax and no more.
 
-    target_ids          int32 [num_rows]                      token to report, or -1: draw one
-    temperature         float32 [num_rows]                    0: greedy
-    top_k               int32 [num_rows]                      0: off
-    top_p               float32 [num_rows]                    1: off
-    min_p               float32 [num_rows]                    0: off
-    seeds               uint64 [num_rows]                     Philox key; the rest of its input are the next two
-    sample_indices      uint32 [num_rows]                     which of a request's n samples the row is
-    positions           uint32 [num_rows]                     position in its sequence of the token to be drawn
-    num_logprobs        int32 [num_rows]                      most likely tokens to report; -1: nothing at all
-    repetition_penalty  float32 [num_rows] or None            1: off; over prompt and output
-    presence_penalty    float32 [num_rows] or None            0: off; over output
-    frequency_penalty   float32 [num_rows] or None            0: off; over output
-    prompt_ids          int32 [..] or None                    prompts of the rows with a penalty, end to end
-    prompt_offsets      int32 [num_rows + 1] or None          where each row's begins (and the end)
-    output_ids          int32 [..] or None                    the same for their outputs so far
+    target_ids          int32 [num_rows]              token to report, or -1: draw one
+    temperature         float32 [num_rows]            0: greedy
+    top_k               int32 [num_rows]              0: off
+    top_p               float32 [num_rows]            1: off
+    min_p               float32 [num_rows]            0: off
+    seeds               uint64 [num_rows]             Philox key; the next two count
+    sample_indices      uint32 [num_rows]             which of a request's n samples the row is
+    positions           uint32 [num_rows]             position in its sequence of the token to be drawn
+    num_logprobs        int32 [num_rows]              most likely tokens to report; -1: nothing at all
+    repetition_penalty  float32 [num_rows] or None    1: off; over prompt and output
+    presence_penalty    float32 [num_rows] or None    0: off; over output
+    frequency_penalty   float32 [num_rows] or None    0: off; over output
+    prompt_ids          int32 [..] or None            prompts of the rows with a penalty
+    prompt_offsets      int32 [num_rows + 1] or None  where each row's begins (and the end)
+    output_ids          int32 [..] or None            the same for their outputs so far
     output_offsets      int32 [num_rows + 1] or None
-    bias_rows, bias_ids int32 [num_biases] or None            which logits to add to
-    bias_values         float32 [num_biases] or None          what to add; -inf forbids the token
+    bias_rows, bias_ids int32 [num_biases] or None    which logits to add to
+    bias_values         float32 [num_biases] or None  what to add; -inf forbids the token
     allowed_mask        uint32 [num_rows, ceil(vocab / 32)] or None
         bit i % 32 of word i // 32 set: token i may be drawn
     """
@@ -100,11 +100,11 @@ class SamplerOutput:
     Log-probabilities are natural logs of the softmax of the raw logits, before penalties, bias,
     temperature and truncation, as vLLM reports them by default.
 
-    token_ids           int32 [num_rows]                      the token drawn, or the row's target
-    logprobs            float32 [num_rows]                    its log-probability (NaN where num_logprobs is -1)
-    ranks               int32 [num_rows]                      its rank, 1 the most likely (0 where num_logprobs is -1)
-    top_ids             int32 [num_rows, k]                   best first; k is the batch's largest num_logprobs
-    top_logprobs        float32 [num_rows, k]                 their log-probabilities
+    token_ids           int32 [num_rows]              the token drawn, or the row's target
+    logprobs            float32 [num_rows]            its log-probability (NaN where num_logprobs is -1)
+    ranks               int32 [num_rows]              its rank, 1 the most likely (0 where num_logprobs is -1)
+    top_ids             int32 [num_rows, k]           best first; k is the batch's largest num_logprobs
+    top_logprobs        float32 [num_rows, k]         their log-probabilities
     """
 
     token_ids: Int32
