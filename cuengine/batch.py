@@ -23,12 +23,12 @@ class Batch:
 
     token_ids           int32 [num_tokens]
     positions           int32 [num_tokens]            position of each token in its sequence
-    slot_mapping        int64 [num_tokens]            block * block_size + offset where its K and V go
+    slot_mapping        int64 [num_tokens]            block * block_size + offset for K and V
     block_tables        int32 [num_seqs, max_blocks]  padded with -1
-    query_start_loc     int32 [num_seqs + 1]          sequence i's tokens are those from [i] to [i + 1]
+    query_start_loc     int32 [num_seqs + 1]          sequence i has tokens [i] to [i + 1]
     seq_lens            int32 [num_seqs]              tokens in the cache after this step
     logits_indices      int32 [num_rows]              tokens whose logits are wanted, with repeats
-    block_copies        int32 [num_copies, 2]         (from, to): copied in all layers before the step
+    block_copies        int32 [num_copies, 2]         (from, to), in all layers, first of all
     """
 
     token_ids: Int32
@@ -55,8 +55,8 @@ class SamplingBatch:
     top_p               float32 [num_rows]            1: off
     min_p               float32 [num_rows]            0: off
     seeds               uint64 [num_rows]             Philox key; the next two count
-    sample_indices      uint32 [num_rows]             which of a request's n samples the row is
-    positions           uint32 [num_rows]             position in its sequence of the token to be drawn
+    sample_indices      uint32 [num_rows]             which of its request's samples
+    positions           uint32 [num_rows]             position of the token to be drawn
     num_logprobs        int32 [num_rows]              most likely tokens to report; -1: nothing at all
     repetition_penalty  float32 [num_rows] or None    1: off; over prompt and output
     presence_penalty    float32 [num_rows] or None    0: off; over output
@@ -100,9 +100,9 @@ class SamplerOutput:
     Log-probabilities are natural logs of the softmax of the raw logits, before penalties, bias,
     temperature and truncation, as vLLM reports them by default.
 
-    token_ids           int32 [num_rows]              the token drawn, or the row's target
-    logprobs            float32 [num_rows]            its log-probability (NaN where num_logprobs is -1)
-    ranks               int32 [num_rows]              its rank, 1 the most likely (0 where num_logprobs is -1)
+    token_ids           int32 [num_rows]              token drawn, or the target
+    logprobs            float32 [num_rows]            NaN where num_logprobs is -1
+    ranks               int32 [num_rows]              1: most likely; 0 where num_logprobs is -1
     top_ids             int32 [num_rows, k]           best first; k is the batch's largest num_logprobs
     top_logprobs        float32 [num_rows, k]         their log-probabilities
     """
