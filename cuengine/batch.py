@@ -55,9 +55,9 @@ class SamplingBatch:
     top_p               float32 [num_rows]            1: off
     min_p               float32 [num_rows]            0: off
     seeds               uint64 [num_rows]             Philox key; the next two count
-    sample_indices      uint32 [num_rows]             which of its request's samples
-    positions           uint32 [num_rows]             position of the token to be drawn
-    num_logprobs        int32 [num_rows]              most likely tokens to report; -1: nothing at all
+    sample_indices      uint32 [num_rows]             sample of its request
+    positions           uint32 [num_rows]             position of the token drawn
+    num_logprobs        int32 [num_rows]              most likely tokens to report; -1: none
     repetition_penalty  float32 [num_rows] or None    1: off; over prompt and output
     presence_penalty    float32 [num_rows] or None    0: off; over output
     frequency_penalty   float32 [num_rows] or None    0: off; over output
@@ -103,7 +103,7 @@ class SamplerOutput:
     token_ids           int32 [num_rows]              token drawn, or the target
     logprobs            float32 [num_rows]            NaN where num_logprobs is -1
     ranks               int32 [num_rows]              1: most likely; 0 where num_logprobs is -1
-    top_ids             int32 [num_rows, k]           best first; k is the batch's largest num_logprobs
+    top_ids             int32 [num_rows, k]           best first; k: the largest num_logprobs
     top_logprobs        float32 [num_rows, k]         their log-probabilities
     """
 
