@@ -1,0 +1,23 @@
+"""Where cuengine's own files lie. Models and their caches: model/find.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cuengine.errors import CuengineError
+
+
+def kernel_source_dir() -> Path:
+    """The folder with the CUDA sources: cuengine/cuda when installed, cuda/ in a checkout.
+
+    Raises CuengineError where the installation lacks it.
+    """
+    package = Path(__file__).resolve().parent
+    installed = package / "cuda"
+    if installed.is_dir():
+        return installed
+    root = package.parent
+    # In site-packages a folder named cuda beside cuengine is NVIDIA's, not ours.
+    if (root / "pyproject.toml").is_file() and (root / "cuda").is_dir():
+        return root / "cuda"
+    raise CuengineError(f"no CUDA sources at {installed}: reinstall cuengine")
