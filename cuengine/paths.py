@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from cuengine.errors import CuengineError
+
+
+def cache_dir() -> Path:
+    """Where what can be made or fetched again lies; it need not exist yet.
+
+    $CUENGINE_CACHE, else cuengine/ in $XDG_CACHE_HOME, else ~/.cache/cuengine.
+    """
+    if own := os.environ.get("CUENGINE_CACHE"):
+        return Path(own).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "cuengine"
 
 
 def kernel_source_dir() -> Path:
