@@ -35,7 +35,7 @@ lint: .venv/test
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	rm -rf build
-	$(PIP) install -q --no-deps --target build/lint .
+	$(PIP) install -q --no-deps --no-build-isolation --target build/lint .
 	cd build/lint && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p cuengine
 
 accept: .venv/test
