@@ -1,0 +1,300 @@
+"""The flags of every command, and the settings that they come to.
+
+Imports nothing heavy: `cuengine --help` is answered from here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from cuengine.config import BLOCK_SIZES, DEFAULT_MODEL, EngineConfig
+from cuengine.errors import ConfigError, CuengineError, RequestError
+
+if TYPE_CHECKING:
+    from cuengine.model.generation_config import GenerationDefaults
+    from cuengine.sampling_params import SamplingParams
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+TERMINAL_TEMPERATURE = 0.7
+"""For `chat` and `generate` where neither a flag nor the model's generation_config.json says."""
+
+_UNITS = {"": 1, "B": 1}
+for _power, _letter in enumerate("KMGT", start=1):
+    _UNITS |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power, _letter: 1024**_power}
+
+
+class UsageError(CuengineError):
+    """Something on the command line that cannot be used; exit code 2."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers wrong usage with one line that says where to look."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+class _Version(argparse.Action):
+    """Looks the version up only when asked: importlib.metadata costs more than all of --help."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[Any] | None,
+        option_string: str | None = None,
+    ) -> None:
+        from importlib.metadata import version
+
+        print(f"cuengine {version('cuengine')}")
+        parser.exit()
+
+
+def memory_size(text: str) -> int:
+    """Bytes in "2GiB", "512MB", "1.5G" or "1000000"; K, M, G, T alone are powers of 1024."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or (size := int(float(match[1]) * unit)) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a size in memory, such as 2GiB, 512MB or 1000000 (bytes)"
+        )
+    return size
+
+
+def format_size(num_bytes: float) -> str:
+    """94 MB, 1.3 GB: decimal, as file sizes and downloads are given."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while num_bytes >= 999.5 and len(units) > 1:
+        num_bytes /= 1000
+        del units[0]
+    decimals = 1 if num_bytes < 9.95 and units[0] != "B" else 0
+    return f"{num_bytes:.{decimals}f} {units[0]}"
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="cuengine",
+        description="A small serving engine for LLaMA-family models.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+
+    def command(name: str, summary: str) -> argparse.ArgumentParser:
+        added: argparse.ArgumentParser = commands.add_parser(
+            name, help=summary, description=summary[0].upper() + summary[1:], allow_abbrev=False
+        )
+        added.add_argument(
+            "--log-level",
+            choices=LOG_LEVELS,
+            help="what is logged to stderr (default: $CUENGINE_LOG, else info for serve and "
+            "warning for the others)",
+        )
+        return added
+
+    serve = command("serve", "serve a model through OpenAI's HTTP interface")
+    _add_model(serve)
+    _add_engine(serve)
+    _add_server(serve)
+
+    chat = command("chat", "talk to a model in the terminal")
+    _add_model(chat)
+    chat.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
+    _add_sampling(chat, max_tokens=None)
+    _add_engine(chat)
+
+    generate = command("generate", "continue a text, to stdout")
+    _add_model(generate)
+    generate.add_argument(
+        "-p", "--prompt", required=True, metavar="TEXT", help="text to go on from; -: all of stdin"
+    )
+    generate.add_argument(
+        "--chat",
+        action="store_true",
+        help="send the text as a user's message, through the model's chat template",
+    )
+    generate.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    generate.add_argument(
+        "--json", action="store_true", help="print the whole result as one line of JSON"
+    )
+    _add_sampling(generate, max_tokens=256)
+    _add_engine(generate)
+
+    pull = command("pull", "fetch a model and prepare it, so that it starts at once")
+    _add_model(pull)
+
+    info = command("info", "show what cuengine finds on this machine; for bug reports")
+    info.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default=DEFAULT_MODEL,
+        help="a folder, a .gguf file, a hub name (org/name, org/name:FILE.gguf) or a built-in "
+        "name (default: %(default)s)",
+    )
+    parser.add_argument("--revision", help="branch, tag or commit of a hub name")
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    default = EngineConfig()
+    group.add_argument("--device", choices=("auto", "cpu"), default=default.device)
+    group.add_argument("--dtype", choices=("auto", "float32"), default=default.dtype)
+    group.add_argument(
+        "--block-size",
+        type=int,
+        choices=BLOCK_SIZES,
+        default=default.block_size,
+        help="tokens per KV block (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="longest prompt and output together (default: the model's limit)",
+    )
+    group.add_argument(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        default=default.max_num_seqs,
+        help="sequences that run at once (default: %(default)s)",
+    )
+    group.add_argument(
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        default=default.max_num_batched_tokens,
+        help="tokens in one step; longer prompts are split (default: %(default)s)",
+    )
+    group.add_argument(
+        "--kv-cache-memory",
+        type=memory_size,
+        metavar="SIZE",
+        help="memory for the KV cache on cpu, as 2GiB or 512MB (default: a share of what is free)",
+    )
+    group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=default.enable_prefix_caching,
+        help="reuse the KV blocks of prompts that begin alike (default: on)",
+    )
+    group.add_argument(
+        "--chat-template", metavar="FILE", help="Jinja template to use instead of the model's"
+    )
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("server")
+    group.add_argument(
+        "--seed",
+        type=int,
+        help="draws the seeds of requests that name none (default: 0)",
+    )
+    group.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all (%(default)s)"
+    )
+    group.add_argument("--port", type=_port, default=8000, help="0: a free one (%(default)s)")
+    group.add_argument(
+        "--served-model-name",
+        nargs="+",
+        action="extend",
+        metavar="NAME",
+        help="names that clients may ask for (default: the model's)",
+    )
+    group.add_argument(
+        "--api-key",
+        nargs="+",
+        action="extend",
+        metavar="KEY",
+        help="clients must send one of these (default: $CUENGINE_API_KEY, else none is asked for)",
+    )
+
+
+def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
+    group = parser.add_argument_group("sampling")
+    room = "the room left" if max_tokens is None else str(max_tokens)
+    group.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        default=max_tokens,
+        help=f"longest output (default: {room})",
+    )
+    group.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help=f"0: greedy (default: the model's, else {TERMINAL_TEMPERATURE})",
+    )
+    group.add_argument("--top-p", type=float, metavar="P", help="(default: the model's, else 1)")
+    group.add_argument("--top-k", type=int, metavar="K", help="(default: the model's, else off)")
+    group.add_argument("--min-p", type=float, metavar="P", default=0.0, help="(default: off)")
+    group.add_argument(
+        "--repetition-penalty", type=float, metavar="R", help="(default: the model's, else 1)"
+    )
+    group.add_argument("--presence-penalty", type=float, metavar="R", default=0.0)
+    group.add_argument("--frequency-penalty", type=float, metavar="R", default=0.0)
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", default=[], help="ends the output; repeatable"
+    )
+    group.add_argument("--seed", type=int, help="(default: another one each time)")
+    group.add_argument(
+        "--ignore-eos", action="store_true", help="go on past the model's end-of-sequence token"
+    )
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
+    return int(text)
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """The engine's settings; UsageError for a value out of range."""
+    names = {field.name for field in fields(EngineConfig)} & vars(args).keys()
+    given = {name: value for name in names if (value := getattr(args, name)) is not None}
+    try:
+        return EngineConfig(**given)
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+
+
+def sampling_params(
+    args: argparse.Namespace, model: GenerationDefaults | None = None
+) -> SamplingParams:
+    """How to sample: by flag, else as the model's generation_config.json says.
+
+    Raises UsageError for a value out of range; call it once without a model, before one is loaded.
+    """
+    from cuengine.sampling_params import SamplingParams
+
+    def first(flag: Any, name: str, otherwise: Any) -> Any:
+        values = (flag, getattr(model, name, None), otherwise)
+        return next(value for value in values if value is not None)
+
+    try:
+        return SamplingParams(
+            temperature=first(args.temperature, "temperature", TERMINAL_TEMPERATURE),
+            top_p=first(args.top_p, "top_p", 1.0),
+            top_k=first(args.top_k, "top_k", 0),
+            min_p=args.min_p,
+            repetition_penalty=first(args.repetition_penalty, "repetition_penalty", 1.0),
+            presence_penalty=args.presence_penalty,
+            frequency_penalty=args.frequency_penalty,
+            max_tokens=args.max_tokens,
+            stop=args.stop,
+            ignore_eos=args.ignore_eos,
+            seed=args.seed,
+        )
+    except RequestError as error:
+        raise UsageError(str(error)) from error

@@ -1,0 +1,109 @@
+"""`cuengine generate`: one prompt in, its continuation out as the tokens come."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import secrets
+import sys
+import time
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+from cuengine.cli.arguments import UsageError, engine_config, sampling_params
+from cuengine.cli.start import build_engine
+from cuengine.errors import ModelError
+
+if TYPE_CHECKING:
+    from cuengine.async_engine import AsyncEngine
+
+
+def run(args: argparse.Namespace) -> int:
+    started = time.perf_counter()
+    if args.system is not None and not args.chat:
+        raise UsageError("--system needs --chat: without it the prompt is sent as it is")
+    sampling_params(args)
+    config = engine_config(args)
+    if args.seed is None:
+        config.seed = secrets.randbits(31)
+    prompt = _prompt(args)
+    name, engine = build_engine(config, lambda _: None)
+    loaded = time.perf_counter() - started
+    result = asyncio.run(_generate(engine, args, prompt))
+    if args.json:
+        result["model"] = name
+        result["seconds"] = {"load": round(loaded, 3), **result["seconds"]}
+        print(json.dumps(result, ensure_ascii=False))
+    return 0
+
+
+def _prompt(args: argparse.Namespace) -> str:
+    if args.prompt != "-":
+        given = args.prompt.encode("utf-8", "surrogateescape")
+    else:
+        given = sys.stdin.buffer.read()
+    try:
+        prompt: str = given.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"the prompt is not UTF-8: {error.reason} at byte {error.start}"
+        ) from error
+    if not prompt:
+        raise UsageError("the prompt is empty")
+    return prompt
+
+
+def _prompt_token_ids(engine: AsyncEngine, args: argparse.Namespace, prompt: str) -> list[int]:
+    if engine.tokenizer is None:
+        raise ModelError("the model has no tokenizer.json, without which there is no text")
+    if not args.chat:
+        return engine.tokenizer.encode(prompt)
+    if engine.chat_template is None:
+        raise ModelError("the model has no chat template; name one with --chat-template")
+    messages = [{"role": "user", "content": prompt}]
+    if args.system is not None:
+        messages.insert(0, {"role": "system", "content": args.system})
+    rendered = engine.chat_template.render(messages)
+    return engine.tokenizer.encode(rendered, add_special_tokens=False)
+
+
+async def _generate(engine: AsyncEngine, args: argparse.Namespace, prompt: str) -> dict[str, Any]:
+    """Streams the text to stdout, unless the whole result is asked for; returns that result."""
+    await engine.start()
+    try:
+        token_ids = _prompt_token_ids(engine, args, prompt)
+        params = sampling_params(args, engine.generation_defaults)
+        started = time.perf_counter()
+        first: float | None = None
+        text: list[str] = []
+        num_tokens = 0
+        finish_reason = stop_reason = None
+        async with aclosing(engine.generate(token_ids, params, request_id="generate")) as deltas:
+            async for delta in deltas:
+                for sequence in delta.sequences:
+                    if first is None and sequence.token_ids:
+                        first = time.perf_counter() - started
+                    num_tokens += len(sequence.token_ids)
+                    text.append(sequence.text)
+                    if sequence.finish_reason is not None:
+                        finish_reason = sequence.finish_reason
+                        stop_reason = sequence.stop_reason
+                    if not args.json:
+                        sys.stdout.write(sequence.text)
+                        sys.stdout.flush()
+        if not args.json:
+            print()
+        return {
+            "prompt": prompt,
+            "text": "".join(text),
+            "finish_reason": finish_reason,
+            "stop_reason": stop_reason,
+            "usage": {"prompt_tokens": len(token_ids), "completion_tokens": num_tokens},
+            "seconds": {
+                "first_token": first and round(first, 3),
+                "total": round(time.perf_counter() - started, 3),
+            },
+        }
+    finally:
+        await engine.stop()
