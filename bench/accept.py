@@ -1,0 +1,67 @@
+"""Acceptance points that take too long for every test run, by name: `make accept`.
+
+    python bench/accept.py              all of them
+    python bench/accept.py soak size    some
+
+Each point is a command; it holds where the command exits with 0. The throughput point compares with
+whatever other engines are installed (see bench/throughput.py) and says which were not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+PYTEST = ("-m", "pytest", "-s", "-m", "accept")
+
+POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "size": (
+        "a bare install is under 80 MB without NumPy and needs no torch, cupy or numba",
+        (*PYTEST, "tests/e2e/test_packaging.py"),
+    ),
+    "greedy": (
+        "same greedy tokens with and without prefix cache, chunks, preemption and batching",
+        (*PYTEST, "tests/e2e/test_greedy_matrix.py"),
+    ),
+    "start": (
+        "with model and caches warm, `cuengine generate` shows a token within 3 s",
+        ("bench/start_up.py", "--limit", "3"),
+    ),
+    "soak": (
+        "500 requests, 30 % aborted: no hang, the block pool whole, memory flat",
+        ("bench/soak.py",),
+    ),
+    "throughput": (
+        "at least 1.6 times vLLM's CPU build and 6 times transformers, where they are installed",
+        ("bench/throughput.py", "--engine", "all", "--require", "vllm=1.6", "hf=6"),
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(POINTS)}")
+    names = parser.parse_args().names or list(POINTS)
+    if unknown := [name for name in names if name not in POINTS]:
+        parser.error(f"{', '.join(unknown)}: not one of {', '.join(POINTS)}")
+    results = []
+    for name in names:
+        claim, command = POINTS[name]
+        print(f"== {name}: {claim}", flush=True)
+        start = time.monotonic()
+        code = subprocess.run([sys.executable, *command], check=False, cwd=ROOT).returncode
+        results.append((name, code, time.monotonic() - start))
+    print()
+    for name, code, seconds in results:
+        held = "holds" if code == 0 else f"FAILED (status {code})"
+        print(f"{name:<12} {held:<20} {seconds:6.0f} s")
+    sys.exit(any(code for _, code, _ in results))
+
+
+if __name__ == "__main__":
+    main()
