@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from cuengine.cli.arguments import engine_config, sampling_params
 from cuengine.cli.start import build_engine, note
-from cuengine.errors import EngineStoppedError, ModelError, RequestError
+from cuengine.errors import ModelError, RequestError
 
 if TYPE_CHECKING:
     from cuengine.async_engine import AsyncEngine
@@ -25,7 +25,7 @@ HELP = """/reset  forget the conversation
 /help   this
 Ctrl-C stops an answer, what it said so far stays in the conversation."""
 ANSWER_ROOM = 512
-"""Tokens kept free for an answer where --max-tokens doesn't say; at most a quarter of the context."""
+"""Tokens kept free for an answer where --max-tokens doesn't say; at most a quarter of all."""
 
 Message = dict[str, str]
 
@@ -93,8 +93,6 @@ def _answer(chat: Chat, line: str, runner: asyncio.Runner, interactive: bool) ->
         if not interactive:
             raise
         note("\n(stopped)")
-    except EngineStoppedError:
-        raise
     except RequestError as error:
         note(f"cuengine: {error}")
 

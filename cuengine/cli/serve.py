@@ -3,26 +3,39 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import time
 
-from cuengine.cli.arguments import engine_config
+from cuengine.api.settings import ServerSettings
+from cuengine.cli.arguments import UsageError, engine_config
 from cuengine.cli.start import build_engine, note
+from cuengine.errors import ConfigError
 
 
 def run(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     config = engine_config(args)
+    settings = _settings(args)
     name, engine = build_engine(config, note)
+    if not settings.served_model_names:
+        settings = dataclasses.replace(settings, served_model_names=(name,))
 
-    from cuengine.api.server import ServerSettings, run_server
+    from cuengine.api.server import run_server
 
-    settings = ServerSettings(
-        host=args.host,
-        port=args.port,
-        served_model_names=args.served_model_name or [name],
-        api_keys=args.api_key or [key for key in [os.environ.get("CUENGINE_API_KEY")] if key],
-    )
-    note(f"server  starting after {time.perf_counter() - started:.1f} s")
+    note(f"server  starting, {time.perf_counter() - started:.1f} s in all")
     run_server(engine, settings)
     return 0
+
+
+def _settings(args: argparse.Namespace) -> ServerSettings:
+    key = os.environ.get("CUENGINE_API_KEY")
+    try:
+        return ServerSettings(
+            host=args.host,
+            port=args.port,
+            served_model_names=tuple(args.served_model_name or ()),
+            api_keys=tuple(args.api_key or ([key] if key else [])),
+        )
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
