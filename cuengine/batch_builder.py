@@ -1,0 +1,176 @@
+"""A scheduled step as arrays: what the model runs on and how its logits become tokens.
+
+Decides nothing. Rows of logits are laid out chunk by chunk: first the rows that report prompt
+log-probabilities, then one row per token to draw; engine.py reads the results in the same order.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cuengine.batch import Batch, Int32, SamplingBatch
+from cuengine.scheduler import Chunk, Step
+from cuengine.sequence import Sequence
+
+
+def build_batch(step: Step, block_size: int) -> Batch:
+    """The step's tokens, where their keys and values go and whose logits are wanted."""
+    chunks = step.chunks
+    num_seqs = len(chunks)
+    starts = np.array([chunk.start for chunk in chunks], np.int32)
+    seq_lens = np.array([chunk.end for chunk in chunks], np.int32)
+    lengths = seq_lens - starts
+    query_start_loc = np.zeros(num_seqs + 1, np.int32)
+    np.cumsum(lengths, out=query_start_loc[1:])
+    num_tokens = int(query_start_loc[-1])
+
+    width = -(-int(seq_lens.max(initial=0)) // block_size)
+    block_tables = np.full((num_seqs, width), -1, np.int32)
+    token_ids = np.empty(num_tokens, np.int32)
+    at = 0
+    for i, chunk in enumerate(chunks):
+        sequence = chunk.sequence
+        blocks = sequence.table.blocks[: -(-chunk.end // block_size)]
+        block_tables[i, : len(blocks)] = blocks
+        if chunk.end - chunk.start == 1:
+            token_ids[at] = sequence.token_ids[chunk.start]
+        else:
+            token_ids[at : at + chunk.end - chunk.start] = sequence.token_ids[
+                chunk.start : chunk.end
+            ]
+        at += chunk.end - chunk.start
+
+    rows = np.repeat(np.arange(num_seqs), lengths)
+    positions = np.arange(num_tokens, dtype=np.int32) - (query_start_loc[:-1] - starts)[rows]
+    blocks_of = block_tables[rows, positions // block_size].astype(np.int64)
+    return Batch(
+        token_ids=token_ids,
+        positions=positions,
+        slot_mapping=blocks_of * block_size + positions % block_size,
+        block_tables=block_tables,
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        logits_indices=_logits_indices(chunks, query_start_loc),
+        block_copies=np.array(step.block_copies, np.int32).reshape(-1, 2),
+    )
+
+
+def _logits_indices(chunks: list[Chunk], query_start_loc: Int32) -> Int32:
+    if all(chunk.num_samples == 1 and not chunk.num_prompt_rows for chunk in chunks):
+        return query_start_loc[1:] - 1
+    indices: list[int] = []
+    for first, chunk in zip(query_start_loc.tolist(), chunks, strict=False):
+        indices.extend(range(first, first + chunk.num_prompt_rows))
+        indices.extend([first + chunk.end - chunk.start - 1] * chunk.num_samples)
+    return np.array(indices, np.int32)
+
+
+def build_sampling(step: Step) -> SamplingBatch:
+    """How each row of the step's logits becomes a token."""
+    rows = [
+        (chunk.sequence, sample)
+        for chunk in step.chunks
+        for sample in range(-chunk.num_prompt_rows, chunk.num_samples)
+    ]
+    params = [sequence.request.params for sequence, _ in rows]
+    batch = SamplingBatch(
+        target_ids=np.full(len(rows), -1, np.int32),
+        temperature=np.array([p.temperature for p in params], np.float32),
+        top_k=np.array([max(0, p.top_k) for p in params], np.int32),
+        top_p=np.array([p.top_p for p in params], np.float32),
+        min_p=np.array([p.min_p for p in params], np.float32),
+        seeds=np.array([sequence.request.seed for sequence, _ in rows], np.uint64),
+        sample_indices=np.array([seq.index + max(0, sample) for seq, sample in rows], np.uint32),
+        positions=np.array([len(sequence.token_ids) for sequence, _ in rows], np.uint32),
+        num_logprobs=np.array([_num_logprobs(sequence) for sequence, _ in rows], np.int32),
+    )
+    drawn = [sequence if sample >= 0 else None for sequence, sample in rows]
+    _report_prompt(batch, step.chunks)
+    _add_penalties(batch, drawn)
+    _add_biases(batch, drawn)
+    return batch
+
+
+def _num_logprobs(sequence: Sequence) -> int:
+    params = sequence.request.params
+    if params.logprobs is not None:
+        return params.logprobs
+    # best_of ranks by the log-probabilities of the drawn tokens.
+    return 0 if params.num_samples > params.n else -1
+
+
+def _report_prompt(batch: SamplingBatch, chunks: list[Chunk]) -> None:
+    """Turn the rows of prompt tokens into reports of the token that follows each."""
+    row = 0
+    for chunk in chunks:
+        count = chunk.num_prompt_rows
+        if count:
+            first = chunk.start + 1
+            batch.target_ids[row : row + count] = chunk.sequence.token_ids[first : first + count]
+            batch.num_logprobs[row : row + count] = (
+                chunk.sequence.request.params.prompt_logprobs or 0
+            )
+        row += count + chunk.num_samples
+
+
+def _add_penalties(batch: SamplingBatch, drawn: list[Sequence | None]) -> None:
+    """Penalties and the tokens they are over, where a row has any."""
+    wanted = [sequence is not None and _has_penalty(sequence) for sequence in drawn]
+    if not any(wanted):
+        return
+    num_rows = len(drawn)
+    repetition = np.ones(num_rows, np.float32)
+    presence = np.zeros(num_rows, np.float32)
+    frequency = np.zeros(num_rows, np.float32)
+    none = np.empty(0, np.int32)
+    prompts: list[Int32] = [none] * num_rows
+    outputs: list[Int32] = [none] * num_rows
+    for row, sequence in enumerate(drawn):
+        if sequence is None or not wanted[row]:
+            continue
+        params = sequence.request.params
+        repetition[row] = params.repetition_penalty
+        presence[row] = params.presence_penalty
+        frequency[row] = params.frequency_penalty
+        tokens = np.array(sequence.token_ids, np.int32)
+        prompts[row] = tokens[: sequence.prompt_len]
+        outputs[row] = tokens[sequence.prompt_len :]
+    batch.repetition_penalty = repetition
+    batch.presence_penalty = presence
+    batch.frequency_penalty = frequency
+    batch.prompt_ids, batch.prompt_offsets = _ragged(prompts)
+    batch.output_ids, batch.output_offsets = _ragged(outputs)
+
+
+def _has_penalty(sequence: Sequence) -> bool:
+    params = sequence.request.params
+    return (
+        params.repetition_penalty != 1
+        or params.presence_penalty != 0
+        or params.frequency_penalty != 0
+    )
+
+
+def _ragged(parts: list[Int32]) -> tuple[Int32, Int32]:
+    offsets = np.zeros(len(parts) + 1, np.int32)
+    np.cumsum([len(part) for part in parts], out=offsets[1:])
+    return np.concatenate(parts), offsets
+
+
+def _add_biases(batch: SamplingBatch, drawn: list[Sequence | None]) -> None:
+    """logit_bias, and no end of the sample before min_tokens."""
+    entries: list[tuple[int, int, float]] = []
+    for row, sequence in enumerate(drawn):
+        if sequence is None:
+            continue
+        request = sequence.request
+        for token, bias in request.params.logit_bias.items():
+            entries.append((row, token, bias))
+        if sequence.num_output < request.params.min_tokens:
+            entries.extend((row, token, -np.inf) for token in request.ending_ids)
+    if entries:
+        table: NDArray[np.float64] = np.array(entries, np.float64)
+        batch.bias_rows = table[:, 0].astype(np.int32)
+        batch.bias_ids = table[:, 1].astype(np.int32)
+        batch.bias_values = table[:, 2].astype(np.float32)

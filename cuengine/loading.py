@@ -1,0 +1,164 @@
+"""From settings to a running engine: find the model, load it, size the KV cache, warm up.
+
+One log line per phase. Everything that imports model code does so here, when an engine is made.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cuengine.config import EngineConfig
+from cuengine.engine import Engine, LoadedModel
+from cuengine.errors import ConfigError, ModelError
+
+if TYPE_CHECKING:
+    from cuengine.model.find import ModelFiles
+
+logger = logging.getLogger("cuengine")
+
+FREE_MEMORY_SHARE = 0.5
+"""Part of the free memory that the KV cache may take where nothing else is said."""
+
+MAX_DEFAULT_CACHE = 4 * 2**30
+"""Bytes; more than a default on a shared machine should claim."""
+
+
+def load_engine(config: EngineConfig) -> Engine:
+    """Raises ModelError for a model that can't be used, ConfigError for settings that don't fit."""
+    from cuengine.device.select import select_device
+    from cuengine.model.chat_template import ChatTemplate
+    from cuengine.model.config import read_model_config
+    from cuengine.model.find import find_model
+    from cuengine.model.generation_config import read_generation_config
+    from cuengine.model.llama import Llama
+    from cuengine.model.loader import load_weights
+    from cuengine.model.tokenizer import Tokenizer
+    from cuengine.model_runner import ModelRunner
+
+    progress = sys.stderr.isatty()
+    with _phase("model files"):
+        files = find_model(config.model, revision=config.revision, progress=progress)
+        folder = _folder(files, progress=progress)
+        model_config = read_model_config(folder)
+    max_model_len = _max_model_len(config, model_config.max_position_embeddings)
+    device = select_device(config.device, config.dtype)
+    with _phase("weights"):
+        weights = load_weights(
+            folder, model_config, device, max_model_len=max_model_len, progress=progress
+        )
+        llama = Llama(model_config, weights, device)
+    with _phase("tokenizer"):
+        tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_folder(folder)
+        chat_template = (
+            None if tokenizer is None else ChatTemplate.from_folder(folder, config.chat_template)
+        )
+        defaults = read_generation_config(folder)
+    eos = set(defaults.eos_token_ids or model_config.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos.add(tokenizer.eos_token_id)
+    with _phase("KV cache"):
+        shape = llama.attention_shape
+        block_bytes = (
+            2
+            * model_config.num_layers
+            * shape.num_kv_heads
+            * shape.head_dim
+            * config.block_size
+            * np.dtype(device.dtype).itemsize
+        )
+        num_blocks, max_model_len = size_kv_cache(
+            config, block_bytes, max_model_len, device.free_memory()
+        )
+        kv_cache = device.allocate_kv_cache(
+            model_config.num_layers, num_blocks, config.block_size, shape
+        )
+    runner = ModelRunner(llama, kv_cache)
+    with _phase("warm-up"):
+        runner.warm_up()
+    model = LoadedModel(
+        vocab_size=model_config.vocab_size,
+        eos_token_ids=frozenset(eos),
+        config=model_config,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        generation_defaults=defaults,
+    )
+    return Engine(config, model, runner, num_blocks=num_blocks, max_model_len=max_model_len)
+
+
+def size_kv_cache(
+    config: EngineConfig, block_bytes: int, max_model_len: int, free_memory: int
+) -> tuple[int, int]:
+    """Blocks of the KV cache, and max_model_len, lowered to what they hold if nobody asked for it.
+
+    Never more blocks than max_num_seqs sequences of full length could use.
+    Raises ConfigError where the cache cannot hold the max_model_len that was asked for.
+    """
+    size = config.block_size
+    blocks_per_sequence = -(-max_model_len // size)
+    if config.num_blocks is not None:
+        num_blocks = config.num_blocks
+    else:
+        memory = config.kv_cache_memory
+        if memory is None:
+            memory = min(int(free_memory * FREE_MEMORY_SHARE), MAX_DEFAULT_CACHE)
+        num_blocks = min(memory // block_bytes, config.max_num_seqs * blocks_per_sequence)
+    fits = num_blocks * size
+    if num_blocks < 1 or (num_blocks < blocks_per_sequence and config.max_model_len is not None):
+        raise ConfigError(
+            f"max_model_len={max_model_len} needs {blocks_per_sequence} KV blocks of {size} tokens "
+            f"({blocks_per_sequence * block_bytes / 2**20:.0f} MiB); the cache has {num_blocks}. "
+            f"Ask for at most {fits}, or give kv_cache_memory={blocks_per_sequence * block_bytes}."
+        )
+    if num_blocks < blocks_per_sequence:
+        logger.warning(
+            "max_model_len lowered from %d to %d, which is what the KV cache holds; "
+            "kv_cache_memory=%d would hold all",
+            max_model_len,
+            fits,
+            blocks_per_sequence * block_bytes,
+        )
+        max_model_len = fits
+    logger.info(
+        "KV cache: %d blocks of %d tokens, %.0f MiB",
+        num_blocks,
+        size,
+        num_blocks * block_bytes / 2**20,
+    )
+    return num_blocks, max_model_len
+
+
+def _folder(files: ModelFiles, *, progress: bool) -> Path:
+    if files.gguf is None:
+        if files.folder is None:
+            raise ModelError(f"{files.name}: neither a folder nor a .gguf file")
+        return files.folder
+    # Reading GGUF takes a package that is slow to import.
+    from cuengine.model.gguf import convert_gguf
+
+    return convert_gguf(files.gguf, progress=progress)
+
+
+def _max_model_len(config: EngineConfig, limit: int) -> int:
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is more than this model's {limit} positions"
+        )
+    return config.max_model_len
+
+
+@contextmanager
+def _phase(name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    logger.info("%s: %.2f s", name, time.perf_counter() - start)

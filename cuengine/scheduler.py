@@ -1,0 +1,205 @@
+"""Which tokens run in the next step, and who has to give its blocks back.
+
+Iteration-level scheduling (Yu et al., "Orca", OSDI 2022) over paged blocks (Kwon et al., SOSP
+2023), with prompts split into chunks that share steps with decodes (Agrawal et al.,
+"Sarathi-Serve", OSDI 2024). Nothing here knows a model: turning a step into arrays is in
+batch_builder.py, what becomes of the sampled tokens in engine.py.
+
+Why every request ends: sequences are strictly ordered (priority, arrival, sample). Only the last in
+this order is ever preempted, so the first one always advances, and the pool holds at least one
+sequence of full length. A preempted sequence keeps its place in the order, and nobody overtakes the
+head of the waiting queue.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass, field
+
+from cuengine.block_pool import BlockPool
+from cuengine.block_table import BlockTable
+from cuengine.sequence import Request, Sequence, SequenceStatus
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Tokens start:end of a sequence, to run in this step.
+
+    num_prompt_rows  rows that report log-probabilities of prompt tokens: those after the chunk's
+                     first tokens
+    num_samples      tokens to draw after the chunk's last token; 0 in the middle of a prompt, more
+                     than one where the prompt ends and a request wants several samples
+    """
+
+    sequence: Sequence
+    start: int
+    end: int
+    num_prompt_rows: int
+    num_samples: int
+
+
+@dataclass(slots=True)
+class Step:
+    """What runs next; block_copies are (from, to) blocks to copy before anything else."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+
+
+def _order(sequence: Sequence) -> tuple[int, int, int]:
+    return sequence.order
+
+
+class Scheduler:
+    """Waiting and running sequences, both in order.
+
+    Blocks for a prompt are claimed whole on admission, those for output one by one as it appears;
+    so only decodes can run out of blocks.
+    """
+
+    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.pool = pool
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_running = 0
+        """Samples that running sequences stand for."""
+        self.num_preemptions = 0
+        self.prompt_tokens = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+
+    def add(self, request: Request) -> None:
+        sequence = Sequence(request, 0, BlockTable(self.pool))
+        request.sequences.append(sequence)
+        insort(self.waiting, sequence, key=_order)
+
+    def has_unfinished(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def schedule(self) -> Step:
+        """Running decodes first, then running prompts, then admissions while there is room."""
+        step = Step()
+        budget = self.max_num_batched_tokens
+        preemptions = self.num_preemptions
+        for sequence in tuple(self.running):
+            if budget and len(sequence.token_ids) - sequence.num_computed == 1:
+                budget -= self._decode(sequence, step)
+        for sequence in self.running:
+            if budget and len(sequence.token_ids) - sequence.num_computed > 1:
+                budget -= self._prefill(sequence, budget, step)
+        # After a preemption the blocks are for those who run; admitting now would thrash.
+        while budget and self.waiting and self.num_preemptions == preemptions:
+            sequence = self.waiting[0]
+            if not self._admit(sequence):
+                break
+            budget -= self._prefill(sequence, budget, step)
+        return step
+
+    def computed(self, chunk: Chunk) -> None:
+        """The chunk's keys and values are in the cache: its full blocks can be shared now."""
+        sequence, pool = chunk.sequence, self.pool
+        size = pool.block_size
+        first, last = sequence.num_computed // size, chunk.end // size
+        sequence.num_computed = chunk.end
+        if first < last and pool.enable_caching:
+            hashes = sequence.block_hashes(last, size)
+            for i in range(first, last):
+                pool.register(sequence.table.blocks[i], hashes[i])
+
+    def fork(self, sequence: Sequence) -> list[Sequence]:
+        """Split a sequence whose prompt is through into its samples; they run from now on."""
+        siblings = [sequence.fork(index) for index in range(1, sequence.width)]
+        sequence.width = 1
+        for sibling in siblings:
+            insort(self.running, sibling, key=_order)
+        sequence.request.sequences.extend(siblings)
+        return sequence.request.sequences
+
+    def finish(self, sequence: Sequence) -> None:
+        """Forget a sequence, whatever it is doing, and free its blocks."""
+        if sequence.status is SequenceStatus.RUNNING:
+            self._stop_running(sequence)
+        elif sequence.status is SequenceStatus.WAITING:
+            del self.waiting[bisect_left(self.waiting, sequence.order, key=_order)]
+        sequence.status = SequenceStatus.FINISHED
+
+    def _decode(self, sequence: Sequence, step: Step) -> int:
+        """Schedule one token, preempting from the end of the line for its block."""
+        table, length = sequence.table, len(sequence.token_ids)
+        while sequence.status is SequenceStatus.RUNNING:
+            if self.pool.num_free >= table.blocks_needed(length):
+                copy = table.grow(length)
+                if copy is not None:
+                    step.block_copies.append(copy)
+                return self._prefill(sequence, 1, step)
+            # Decodes are taken in order, so the last in line has no chunk in this step yet.
+            self._preempt(self.running[-1])
+        return 0
+
+    def _prefill(self, sequence: Sequence, budget: int, step: Step) -> int:
+        """Schedule the next tokens of a sequence that owns blocks for all it has."""
+        start, known = sequence.num_computed, len(sequence.token_ids)
+        end = min(start + budget, known)
+        rows = 0
+        if sequence.request.wants_prompt_logprobs:
+            rows = max(0, min(end, sequence.prompt_len - 1) - start)
+        step.chunks.append(Chunk(sequence, start, end, rows, sequence.width if end == known else 0))
+        return end - start
+
+    def _admit(self, sequence: Sequence) -> bool:
+        """Start the first in the waiting queue, if its blocks and its samples fit."""
+        if self.num_running + sequence.width > self.max_num_seqs:
+            return False
+        pool, table, request = self.pool, sequence.table, sequence.request
+        length = len(sequence.token_ids)
+        cached = self._cached_prefix(sequence)
+        needed = -(-length // pool.block_size) - len(cached)
+        revived = sum(pool.ref_count(block) == 0 for block in cached)
+        # One block for each running sequence stays free, so that this one isn't preempted at once.
+        if pool.num_free - revived - needed < len(self.running):
+            return False
+        table.adopt(cached)
+        table.grow(length)
+        sequence.num_computed = len(cached) * pool.block_size
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = sequence.num_computed
+            self.prompt_tokens += length
+            if pool.enable_caching and not request.wants_prompt_logprobs:
+                self.prefix_queries += length
+                self.prefix_hits += sequence.num_computed
+        del self.waiting[0]
+        sequence.status = SequenceStatus.RUNNING
+        insort(self.running, sequence, key=_order)
+        self.num_running += sequence.width
+        return True
+
+    def _cached_prefix(self, sequence: Sequence) -> list[int]:
+        """Blocks in the cache that hold the sequence's beginning; at least one token must run."""
+        if not self.pool.enable_caching or sequence.request.wants_prompt_logprobs:
+            return []
+        size = self.pool.block_size
+        count = (len(sequence.token_ids) - 1) // size
+        blocks: list[int] = []
+        for digest in sequence.block_hashes(count, size)[:count]:
+            block = self.pool.find(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue, to be computed again; its full blocks stay cached while they can."""
+        self.num_preemptions += 1
+        self._stop_running(sequence)
+        sequence.status = SequenceStatus.WAITING
+        sequence.num_computed = 0
+        if sequence.request.wants_prompt_logprobs:
+            sequence.request.prompt_logprobs.clear()
+        insort(self.waiting, sequence, key=_order)
+
+    def _stop_running(self, sequence: Sequence) -> None:
+        del self.running[bisect_left(self.running, sequence.order, key=_order)]
+        self.num_running -= sequence.width
+        sequence.table.free()

@@ -1,0 +1,38 @@
+"""Counters of an engine, for /metrics, the log and the benchmarks.
+
+Latencies (TTFT, TPOT) are observed where the tokens are handed out, not here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """A snapshot; totals count from the engine's start.
+
+    num_running         samples that run
+    num_waiting         sequences in the queue, preempted ones among them
+    num_free_blocks     blocks nobody owns, cached or not
+    num_cached_blocks   blocks that the prefix cache can find, owned or not
+    prefix_queries      prompt tokens looked up in the prefix cache
+    prefix_hits         prompt tokens found there
+    prompt_tokens       of admitted requests, cached ones included
+    generation_tokens   tokens drawn
+    mean_batch          sequences per step
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_used_blocks: int = 0
+    num_cached_blocks: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    num_preemptions: int = 0
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    mean_batch: float = 0.0
