@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"cuengine": "cuengine", "model": "cuengine.model", "api": "cuengine.api"}
 
-ASSEMBLY = {"cuengine.engine", "cuengine.llm", "cuengine.async_engine"}
+ASSEMBLY = {"cuengine.engine", "cuengine.loading", "cuengine.llm", "cuengine.async_engine"}
 """Modules in cuengine/ that put the parts together and so know models; all others are core."""
 
 API_USES = {
