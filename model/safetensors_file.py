@@ -17,7 +17,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -204,7 +204,7 @@ def _entry(path: Path, name: str, value: Any, data_start: int, data_size: int) -
 
     if not isinstance(value, dict):
         raise damaged("its entry in the header is not an object")
-    dtype, shape, offsets = (value.get(key) for key in ("dtype", "shape", "data_offsets"))
+    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in _ITEM_SIZES:
         raise damaged(f"dtype {dtype!r} is unknown")
     if not _are_sizes(shape) or len(shape) > _MAX_DIMENSIONS:
@@ -222,7 +222,7 @@ def _entry(path: Path, name: str, value: Any, data_start: int, data_size: int) -
     return TensorEntry(dtype, tuple(shape), data_start + start, data_start + end)
 
 
-def _are_sizes(value: Any) -> bool:
+def _are_sizes(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(
         isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 2**63 for item in value
     )

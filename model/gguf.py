@@ -1,0 +1,437 @@
+"""GGUF files of architecture "llama", converted once to a model folder in the cache.
+
+The folder has what a hub's has: config.json, model.safetensors (dequantized to float32, each group
+that the loader fuses in one piece, so that loading maps it in place), tokenizer.json,
+tokenizer_config.json and generation_config.json. All later code sees only folders. Reading the file
+format is gguf_file.py's business, vocabularies are gguf_tokenizer.py's.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from cuengine.errors import ModelError
+from cuengine.model.config import ModelConfig, read_model_config
+from cuengine.model.gguf_file import GgufFile, GgufTensor
+from cuengine.model.layout import Part, all_parts
+from cuengine.paths import cache_dir
+
+logger = logging.getLogger(__name__)
+
+# Part of a cached folder's name: raised whenever what is written changes.
+FORMAT_VERSION = 1
+
+_CHUNK_BYTES = 32 * 2**20
+_ALIGNMENT = 64
+
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_ROPE_DIVISORS = "rope_freqs.weight"
+
+# Keys of llama.* with the one value for which the forward pass is that of LLaMA.
+_NEUTRAL = {
+    "expert_count": 0,
+    "embedding_scale": 1.0,
+    "residual_scale": 1.0,
+    "logit_scale": 1.0,
+    "use_parallel_residual": False,
+    "attention.max_alibi_bias": 0.0,
+    "attention.clamp_kqv": 0.0,
+    "attention.causal": True,
+}
+
+
+def convert_gguf(path: Path, *, progress: bool = True) -> Path:
+    """The folder with the converted model; converts only what the cache does not have yet.
+
+    Keyed by the file's SHA-256. Two processes at once convert once; one that is killed leaves
+    nothing that is taken for a model. Raises ModelError for a damaged file or one that is not
+    supported, and where the disk is full.
+    """
+    folder = cache_dir() / "gguf"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        target = folder / f"{_file_hash(path, folder)[:32]}-v{FORMAT_VERSION}"
+        if not target.is_dir():
+            with _lock(folder / f"{target.name}.lock"):
+                if not target.is_dir():
+                    _convert(path, target, progress=progress)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ModelError(
+                f"{folder}: no space left while converting {path.name}. Free some, or set "
+                "CUENGINE_CACHE to a folder on another disk"
+            ) from None
+        where = error.filename or path
+        raise ModelError(f"{where}: {error.strerror or error}, while converting {path}") from None
+    return target
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """Hold a lock that is given up when the process ends, however it ends."""
+    lock = FileLock(path)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        logger.info("Waiting for another process that converts the same file")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _file_hash(path: Path, folder: Path) -> str:
+    """SHA-256 of the file, remembered by path, size and time of change."""
+    status = path.stat()
+    full = str(path.resolve())
+    known = {"path": full, "size": status.st_size, "mtime_ns": status.st_mtime_ns}
+    name = hashlib.sha256(os.fsencode(full)).hexdigest()[:32]
+    note = folder / f"{name}.sha256.json"
+    try:
+        remembered = json.loads(note.read_bytes())
+        if {**remembered, "sha256": None} == {**known, "sha256": None}:
+            return str(remembered["sha256"])
+    except (OSError, ValueError, TypeError, KeyError):
+        pass  # never seen, or half a note: hash it again
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    # Only saves time, so that a cache that cannot be written will do.
+    with suppress(OSError):
+        temporary = note.with_suffix(f".tmp-{os.getpid()}")
+        temporary.write_text(json.dumps({**known, "sha256": digest}))
+        temporary.replace(note)
+    return digest
+
+
+def _convert(path: Path, target: Path, *, progress: bool) -> None:
+    """Convert into a temporary folder beside `target` and rename it. The caller holds its lock."""
+    temporary = target.with_name(f"{target.name}.tmp")
+    # Of a process that was killed.
+    shutil.rmtree(temporary, ignore_errors=True)
+    gguf = GgufFile(path)
+    _refuse_unsupported(gguf)
+    temporary.mkdir()
+    try:
+        _write_json(temporary / "config.json", _hf_config(gguf))
+        config = read_model_config(temporary)
+        _write_json(temporary / "generation_config.json", _generation_config(gguf.metadata))
+        if "tokenizer.ggml.model" in gguf.metadata:
+            from cuengine.model.gguf_tokenizer import tokenizer_from_gguf
+
+            tokenizer, tokenizer_config = tokenizer_from_gguf(gguf.metadata)
+            _write_json(temporary / "tokenizer.json", tokenizer)
+            _write_json(temporary / "tokenizer_config.json", tokenizer_config)
+        _write_weights(temporary / "model.safetensors", gguf, config, progress=progress)
+        temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+
+
+# Metadata ---------------------------------------------------------------------------------------
+
+
+def _refuse_unsupported(gguf: GgufFile) -> None:
+    metadata, path = gguf.metadata, gguf.path
+    kind = metadata.get("general.type", "model")
+    if kind != "model":
+        raise ModelError(f"{path}: a GGUF file of type {kind!r} is not supported, only models are")
+    if metadata.get("split.count", 1) not in (0, 1):
+        raise ModelError(
+            f"{path}: one part of a split GGUF file, which is not supported. Join the parts with "
+            "llama-gguf-split --merge"
+        )
+    architecture = metadata.get("general.architecture")
+    if architecture != "llama":
+        raise ModelError(
+            f"{path}: GGUF architecture {architecture!r} is not supported. Supported: llama"
+        )
+    for key, neutral in _NEUTRAL.items():
+        value = metadata.get(f"llama.{key}", neutral)
+        if value != neutral:
+            raise ModelError(f"{path}: llama.{key}={value!r} is not supported, only {neutral!r} is")
+    _refuse_types_without_dequantizer(gguf)
+
+
+def _hf_config(gguf: GgufFile) -> dict[str, Any]:
+    """config.json as transformers 5 writes it; read_model_config checks the values."""
+    metadata, tensors = gguf.metadata, gguf.tensors
+
+    def get(key: str, default: Any = None) -> Any:
+        value = metadata.get(f"llama.{key}", default)
+        if isinstance(value, list):
+            # One value per layer, as other architectures have them; LLaMA's are all the same.
+            if not value or any(item != value[0] for item in value):
+                raise ModelError(f"{gguf.path}: llama.{key} differs from layer to layer")
+            return value[0]
+        return value
+
+    if "token_embd.weight" not in tensors:
+        raise ModelError(f"{gguf.path}: tensor 'token_embd.weight' is missing")
+    heads, hidden = get("attention.head_count"), get("embedding_length")
+    head_dim = get("attention.key_length")
+    if head_dim is None and isinstance(heads, int) and isinstance(hidden, int) and heads > 0:
+        head_dim = hidden // heads
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if get(key, head_dim) != head_dim:
+            raise ModelError(
+                f"{gguf.path}: llama.{key}={get(key)!r} is not supported where the head size is "
+                f"{head_dim}"
+            )
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": get("feed_forward_length"),
+        "num_hidden_layers": get("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": get("attention.head_count_kv"),
+        "head_dim": head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": get("context_length"),
+        "rope_parameters": _rope_parameters(gguf),
+        "sliding_window": get("attention.sliding_window") or None,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": any(f"blk.0.attn_{x}.bias" in tensors for x in ("q", "k", "v", "output")),
+        "mlp_bias": any(f"blk.0.ffn_{x}.bias" in tensors for x in ("gate", "up", "down")),
+        "dtype": "float32",
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _eos_token_ids(metadata),
+    }
+
+
+def _rope_parameters(gguf: GgufFile) -> dict[str, Any]:
+    """Rope settings; llama3 scaling is carried by GGUF files as a tensor of divisors."""
+    rope = {
+        key.removeprefix("llama.rope."): value
+        for key, value in gguf.metadata.items()
+        if key.startswith("llama.rope.")
+    }
+
+    def number(*keys: str, default: float) -> float:
+        key = next((key for key in keys if key in rope), keys[0])
+        value = rope.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ModelError(f"{gguf.path}: llama.rope.{key}={value!r} is not a number")
+        return value
+
+    parameters: dict[str, Any] = {"rope_theta": number("freq_base", default=10000.0)}
+    factor = number("scaling.factor", "scale_linear", default=1.0)
+    kind = rope.get("scaling.type", "linear")
+    if kind == "none" or (kind == "linear" and factor in (0.0, 1.0)):
+        parameters["rope_type"] = "default"
+    elif kind in ("linear", "yarn"):
+        parameters |= {"rope_type": kind, "factor": factor}
+    else:
+        raise ModelError(
+            f"{gguf.path}: llama.rope.scaling.type={kind!r} is not supported. Supported: none, "
+            "linear, yarn"
+        )
+    if kind == "yarn":
+        # llama.cpp multiplies its factor with the attention scale of the paper.
+        scale = number("scaling.attn_factor", "scaling.yarn_attn_factor", default=1.0)
+        parameters |= {
+            "original_max_position_embeddings": rope.get("scaling.original_context_length"),
+            "beta_fast": rope.get("scaling.yarn_beta_fast"),
+            "beta_slow": rope.get("scaling.yarn_beta_slow"),
+            "attention_factor": scale * (0.1 * math.log(max(factor, 1.0)) + 1.0),
+        }
+    if (tensor := gguf.tensors.get(_ROPE_DIVISORS)) is not None:
+        divisors = _dequantize_rows(gguf, tensor, gguf.rows(tensor)).ravel()
+        if (divisors != 1.0).any():
+            parameters["frequency_divisors"] = divisors.tolist()
+    return parameters
+
+
+def _eos_token_ids(metadata: Mapping[str, Any]) -> list[int]:
+    """Tokens that end a reply: end of sequence, of turn and of message, where there are any."""
+    ids = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return list(dict.fromkeys(token for token in ids if isinstance(token, int)))
+
+
+def _generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _eos_token_ids(metadata),
+    }
+
+
+# Weights ----------------------------------------------------------------------------------------
+
+
+def _write_weights(path: Path, gguf: GgufFile, config: ModelConfig, *, progress: bool) -> None:
+    parts = all_parts(config)
+    sources = {part.name: _source(gguf, part) for part in parts}
+    used = {tensor.name for tensor in sources.values() if tensor} | {_ROPE_DIVISORS}
+    unknown = [name for name in gguf.tensors if name not in used]
+    if unknown:
+        raise ModelError(
+            f"{gguf.path}: {len(unknown)} tensors are not those of a LLaMA model, such as "
+            f"{unknown[0]!r}"
+        )
+    total = 4 * sum(math.prod(part.shape) for part in parts)
+    free = shutil.disk_usage(path.parent).free
+    if total > free:
+        raise ModelError(
+            f"{path.parent.parent}: {total / 1e9:.2f} GB are needed there for the converted model "
+            f"and {free / 1e9:.2f} GB are free. Set CUENGINE_CACHE to a folder on another disk"
+        )
+    stored = sum(gguf.tensors[name].num_bytes for name in used if name in gguf.tensors)
+    logger.info(
+        "Converting %s: %.0f MB of weights become %.0f MB in float32, on disk and in memory",
+        gguf.path.name,
+        stored / 1e6,
+        total / 1e6,
+    )
+    bar = tqdm(
+        total=total,
+        desc=f"Converting {gguf.path.name}",
+        unit="B",
+        unit_scale=True,
+        disable=not progress,
+    )
+    with bar, path.open("wb") as file:
+        file.write(_safetensors_header(parts))
+        for part in parts:
+            _write_tensor(file, gguf, sources[part.name], part, config, bar)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _source(gguf: GgufFile, part: Part) -> GgufTensor | None:
+    """The GGUF tensor that a checkpoint's comes from; None for a bias that is to be zero."""
+    stem, _, suffix = part.name.rpartition(".")
+    prefix = ""
+    if stem.startswith("model.layers."):
+        index, _, stem = stem.removeprefix("model.layers.").partition(".")
+        prefix = f"blk.{index}."
+    name = f"{prefix}{_NAMES[stem]}.{suffix}"
+    tensor = gguf.tensors.get(name)
+    if tensor is None and suffix == "bias":
+        return None
+    if tensor is None:
+        raise ModelError(f"{gguf.path}: tensor {name!r} is missing; the metadata ask for it")
+    if tensor.shape != part.shape:
+        raise ModelError(
+            f"{gguf.path}: tensor {name!r} has shape {list(tensor.shape)} where the metadata mean "
+            f"{list(part.shape)}"
+        )
+    return tensor
+
+
+def _refuse_types_without_dequantizer(gguf: GgufFile) -> None:
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    for tensor in {tensor.type_id: tensor for tensor in gguf.tensors.values()}.values():
+        kind = GGMLQuantizationType(tensor.type_id)
+        try:
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError:
+            raise ModelError(
+                f"{gguf.path}: tensor {tensor.name!r} has type {kind.name}, which the installed "
+                "gguf package cannot dequantize. A newer one may: pip install -U gguf"
+            ) from None
+
+
+def _safetensors_header(parts: list[Part]) -> bytes:
+    entries: dict[str, Any] = {}
+    offset = 0
+    for part in parts:
+        end = offset + 4 * math.prod(part.shape)
+        entries[part.name] = {
+            "dtype": "F32",
+            "shape": list(part.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+    header = json.dumps(entries).encode()
+    # Spaces, so that the data begin on a cache line.
+    padded = header.ljust(-(-(8 + len(header)) // _ALIGNMENT) * _ALIGNMENT - 8)
+    return len(padded).to_bytes(8, "little") + padded
+
+
+def _write_tensor(
+    file: IO[bytes],
+    gguf: GgufFile,
+    tensor: GgufTensor | None,
+    part: Part,
+    config: ModelConfig,
+    bar: tqdm[Any],
+) -> None:
+    if tensor is None:
+        file.write(bytes(4 * math.prod(part.shape)))
+        return
+    rows, order = gguf.rows(tensor), _row_order(part, config)
+    if len(part.shape) == 1:
+        values = _dequantize_rows(gguf, tensor, rows).ravel()
+        _write_floats(file, values if order is None else values[order], bar)
+        return
+    # Some megabytes at a time: an embedding can be large.
+    step = max(1, _CHUNK_BYTES // (4 * part.shape[1]))
+    for start in range(0, len(rows), step):
+        chunk = rows[start : start + step] if order is None else rows[order[start : start + step]]
+        _write_floats(file, _dequantize_rows(gguf, tensor, chunk), bar)
+    gguf.release(tensor)
+
+
+def _write_floats(file: IO[bytes], values: NDArray[np.float32], bar: tqdm[Any]) -> None:
+    file.write(np.ascontiguousarray(values, np.dtype("<f4")).data)
+    bar.update(values.nbytes)
+
+
+def _row_order(part: Part, config: ModelConfig) -> NDArray[np.intp] | None:
+    """Which row of the GGUF tensor each row of the checkpoint's is, where they differ: in q and k.
+
+    llama.cpp rotates neighbours (2i, 2i + 1), transformers (i, i + head_dim / 2), so llama.cpp's
+    converter interleaves the two halves of each head (`LlamaModel.permute`).
+    """
+    if "self_attn.q_proj" not in part.name and "self_attn.k_proj" not in part.name:
+        return None
+    rows = np.arange(part.shape[0]).reshape(-1, config.head_dim // 2, 2)
+    return rows.swapaxes(1, 2).ravel()
+
+
+def _dequantize_rows(
+    gguf: GgufFile, tensor: GgufTensor, rows: NDArray[np.uint8]
+) -> NDArray[np.float32]:
+    """float32 [rows, items] of whole rows of bytes."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    with np.errstate(all="ignore"):
+        return dequantize(rows, GGMLQuantizationType(tensor.type_id))
