@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import TYPE_CHECKING
 
 from cuengine.config import EngineConfig
 from cuengine.engine import Engine
-from cuengine.errors import ConfigError, CuengineError, EngineStoppedError
+from cuengine.errors import ConfigError, CuengineError, EngineStoppedError, RequestError
 from cuengine.output_processor import OutputProcessor
 from cuengine.outputs import RequestDelta
 from cuengine.sampling_params import SamplingParams
@@ -58,7 +58,9 @@ class AsyncEngine:
         self._commands: list[Callable[[], None]] = []
         self._stopping = False
         self._stats = engine.stats()
-        # On the loop only: who waits for which request, and whether new ones are taken.
+        # On the engine's thread only: where the news of a request goes.
+        self._running: dict[str, Stream] = {}
+        # On the loop only: streams with a reader, and whether new ones are taken.
         self._streams: dict[str, Stream] = {}
         self._accepting = True
         self._idle = asyncio.Event()
@@ -94,7 +96,7 @@ class AsyncEngine:
         if not self._accepting or self.failed:
             raise EngineStoppedError(self._why_stopped())
         if request_id in self._streams:
-            raise EngineStoppedError(f"request_id={request_id!r} is in use")
+            raise RequestError(f"request_id={request_id!r} is in use", param="request_id")
         stream: Stream = asyncio.Queue()
         self._streams[request_id] = stream
         self._idle.clear()
@@ -106,8 +108,9 @@ class AsyncEngine:
                     request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt
                 )
                 self._processor.add_request(request_id, prompt_token_ids, params)
+                self._running[request_id] = stream
             except CuengineError as error:
-                self._post([(request_id, error)])
+                self._post([(stream, error)])
 
         self._command(add)
         finished = False
@@ -120,8 +123,7 @@ class AsyncEngine:
                 finished = news.finished
                 yield news
         finally:
-            if self._streams.get(request_id) is stream:
-                del self._streams[request_id]
+            del self._streams[request_id]
             if not self._streams:
                 self._idle.set()
             if not finished:
@@ -159,12 +161,6 @@ class AsyncEngine:
         for stream in self._streams.values():
             stream.put_nowait(EngineStoppedError(self._why_stopped()))
 
-    def _deliver(self, news: list[tuple[str, News]]) -> None:
-        for request_id, item in news:
-            stream = self._streams.get(request_id)
-            if stream is not None:
-                stream.put_nowait(item)
-
     def _command(self, command: Callable[[], None]) -> None:
         with self._wake:
             self._commands.append(command)
@@ -178,7 +174,7 @@ class AsyncEngine:
                 deltas = self._processor.process(self._engine.step())
                 self._stats = self._engine.stats()
                 if deltas:
-                    self._post([(delta.request_id, delta) for delta in deltas])
+                    self._post([(self._stream_of(delta), delta) for delta in deltas])
         except Exception:
             logger.exception("The engine failed; running requests are lost")
             self.failed = True
@@ -200,10 +196,19 @@ class AsyncEngine:
         self._engine.abort(request_id)
         delta = self._processor.abort(request_id)
         if delta is not None:
-            self._post([(request_id, delta)])
+            self._post([(self._stream_of(delta), delta)])
 
-    def _post(self, news: list[tuple[str, News]]) -> None:
-        self._call_loop(lambda: self._deliver(news))
+    def _stream_of(self, delta: RequestDelta) -> Stream:
+        if delta.finished:
+            return self._running.pop(delta.request_id)
+        return self._running[delta.request_id]
+
+    def _post(self, news: Sequence[tuple[Stream, News]]) -> None:
+        def deliver() -> None:
+            for stream, item in news:
+                stream.put_nowait(item)
+
+        self._call_loop(deliver)
 
     def _call_loop(self, callback: Callable[[], None]) -> None:
         assert self._loop is not None

@@ -83,7 +83,8 @@ class LLM:
         use_tqdm: bool = False,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Outputs in the order of the prompts; params: one for all, or one for each.
+        """Outputs in the order of the prompts; params: one for all, or one for each;
+        None: SamplingParams() with what the model's generation_config.json says instead.
 
         Raises RequestError for a prompt that can't be served, before anything runs.
         """
@@ -119,6 +120,13 @@ class LLM:
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self._run([*texts], ids, params, use_tqdm=use_tqdm, priority=None)
 
+    def _default_params(self) -> SamplingParams:
+        """As the model's authors would have it, where they said so."""
+        defaults = self.engine.model.generation_defaults
+        names = ("temperature", "top_p", "top_k", "repetition_penalty")
+        known = {name: getattr(defaults, name, None) for name in names}
+        return SamplingParams(**{name: v for name, v in known.items() if v is not None})
+
     def _run(
         self,
         texts: Sequence[str | None],
@@ -128,7 +136,9 @@ class LLM:
         use_tqdm: bool,
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
-        each = _one_for_each("params", params or SamplingParams(), SamplingParams, len(ids))
+        if params is None:
+            params = self._default_params()
+        each = _one_for_each("params", params, SamplingParams, len(ids))
         priorities = _one_for_each("priority", 0 if priority is None else priority, int, len(ids))
         for prompt, one in zip(ids, each, strict=True):
             self.engine.check_request(prompt, one)
