@@ -107,12 +107,7 @@ def _in_folder(folder: Path) -> ModelFiles:
         return ModelFiles(name, folder, None)
     if found := sorted(folder.glob("*.gguf")):
         return ModelFiles(name, None, folder / choose_gguf(str(folder), [p.name for p in found]))
-    if (folder / "adapter_config.json").exists():
-        raise ModelError(
-            f"{folder}: holds a LoRA adapter, which is not supported. "
-            "Merge it into its base model and give that folder"
-        )
-    if (folder / "config.json").exists():
+    if any((folder / file).exists() for file in ("config.json", "adapter_config.json")):
         return ModelFiles(name, folder, None)
     raise ModelError(f"{folder}: has neither config.json nor a .gguf file. A model is {ALLOWED}")
 

@@ -6,10 +6,13 @@ huggingface_hub takes a good part of a second to import; only fetching does it.
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from cuengine.errors import CuengineError, ModelError
 from cuengine.model.config import read_model_config
@@ -25,32 +28,37 @@ def fetch_from_hub(
 ) -> Path:
     """Folder with a model's config, tokenizer and safetensors; or its GGUF where it has no others.
 
-    `file` asks for one GGUF file of the repository. Downloads that were broken off go on where
-    they stopped. Raises ModelError.
+    `file` asks for one GGUF file of the repository. A broken connection is taken up again where it
+    broke; files that are here already are not fetched again. Raises ModelError.
     """
-    with _hub_errors(name, file, revision), _bars(progress):
+    with _hub_errors(name, file, revision):
         from huggingface_hub import hf_hub_download, snapshot_download
 
         if file is not None:
-            return Path(hf_hub_download(name, file, revision=revision))
-        snapshot = Path(
-            snapshot_download(
-                name, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=_IGNORED
+            with _bars(name, progress):
+                return Path(hf_hub_download(name, file, revision=revision))
+        with _bars(name, False):
+            snapshot = Path(
+                snapshot_download(
+                    name, revision=revision, allow_patterns=_SMALL_FILES, ignore_patterns=_IGNORED
+                )
             )
-        )
         # The snapshot's folder is named after its commit: what follows is of the same commit.
         commit = snapshot.name
         files = _list_files(name, commit, snapshot)
-        if any(path.endswith(".safetensors") and "/" not in path for path in files):
-            _refuse_unsupported(name, snapshot)
+        if not any(path.endswith(".safetensors") and "/" not in path for path in files):
+            gguf = _only_gguf(name, files)
+            with _bars(name, progress and not (snapshot / gguf).exists()):
+                return Path(hf_hub_download(name, gguf, revision=commit))
+        _refuse_unsupported(name, snapshot)
+        with _bars(name, progress and not any(snapshot.glob("*.safetensors"))):
             snapshot_download(
                 name,
                 revision=commit,
                 allow_patterns=_SMALL_FILES + _WEIGHTS,
                 ignore_patterns=_IGNORED,
             )
-            return snapshot
-        return Path(hf_hub_download(name, _only_gguf(name, files), revision=commit))
+        return snapshot
 
 
 def _list_files(name: str, commit: str, snapshot: Path) -> list[str]:
@@ -92,21 +100,19 @@ def _refuse_unsupported(name: str, snapshot: Path) -> None:
 
 
 @contextmanager
-def _bars(progress: bool) -> Iterator[None]:
-    from huggingface_hub.utils import (
-        are_progress_bars_disabled,
-        disable_progress_bars,
-        enable_progress_bars,
-    )
-
-    if progress or are_progress_bars_disabled():
+def _bars(name: str, progress: bool) -> Iterator[None]:
+    """Lets huggingface_hub draw its bars, in a terminal; a log gets one line instead."""
+    utils: Any = importlib.import_module("huggingface_hub.utils")
+    if progress and not sys.stderr.isatty():
+        print(f"Fetching {name} …", file=sys.stderr, flush=True)
+    if utils.are_progress_bars_disabled() or (progress and sys.stderr.isatty()):
         yield
         return
-    disable_progress_bars()
+    utils.disable_progress_bars()
     try:
         yield
     finally:
-        enable_progress_bars()
+        utils.enable_progress_bars()
 
 
 def _transport_error() -> type[Exception]:

@@ -21,10 +21,13 @@ from typing import Any
 from cuengine.cli.arguments import format_size
 from cuengine.paths import cache_dir
 
-CPU_FEATURES = ("avx", "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni")
-CPU_FEATURES += ("amx_bf16", "amx_int8", "asimd", "asimdhp", "bf16", "sve")
+CPU_FEATURES = (
+    *("avx", "avx2", "fma", "f16c", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16"),
+    *("amx_int8", "asimd", "asimdhp", "bf16", "sve"),
+)
 ENVIRONMENT = re.compile(r"(CUENGINE|OMP|OPENBLAS|MKL|NUMBA|CUDA|HF)_\w+|XDG_CACHE_HOME")
 SECRET = re.compile(r"TOKEN|KEY")
+PASSWORD = re.compile(r"(?<=//)[^/@\s]+(?=@)")
 NVIDIA = re.compile(r"cupy|nvidia-(cublas|cuda)", re.IGNORECASE)
 
 
@@ -133,7 +136,7 @@ def _numba() -> dict[str, Any]:
     if importlib.util.find_spec("numba") is None:
         return {"version": None, "note": "not installed: pip install 'cuengine[cpu]' is faster"}
     try:
-        import numba
+        numba: Any = importlib.import_module("numba")
     except Exception as error:
         # A broken Numba is what a bug report has to show, whatever it raises.
         return {"version": importlib.metadata.version("numba"), "note": f"broken: {error!r}"}
@@ -213,7 +216,7 @@ def _builtin_models() -> dict[str, Any]:
 
 def _environment() -> dict[str, Any]:
     return {
-        name: "(set)" if SECRET.search(name) else value
+        name: "(set)" if SECRET.search(name) else PASSWORD.sub("...", value)
         for name, value in sorted(os.environ.items())
         if ENVIRONMENT.fullmatch(name)
     }
