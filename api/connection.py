@@ -1,0 +1,65 @@
+"""One client's connection: when to give up on it. Requests and answers are aiohttp's business.
+
+aiohttp cancels a handler when the connection is lost (with `handler_cancellation`), but asyncio
+reports the loss only after the write buffer has drained, which never happens where a client stopped
+reading and then left. And it waits long for the first headers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from aiohttp.web_protocol import RequestHandler
+from aiohttp.web_server import Server
+
+from cuengine.api.errors import ApiError, error_body
+
+_TIMEOUT_BODY = error_body(ApiError(408, "The request's headers did not arrive in time."))
+_TIMEOUT_ANSWER = (
+    b"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    b"Content-Length: %d\r\n\r\n%b" % (len(_TIMEOUT_BODY), _TIMEOUT_BODY)
+)
+
+
+class Connection(RequestHandler):
+    """aiohttp's protocol with a deadline for headers, and an end as soon as the client has left."""
+
+    __slots__ = ("_busy", "_deadline")
+
+    def __init__(
+        self,
+        server: Server,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        header_timeout: float,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(server, loop=loop, **kwargs)
+        self._busy = False
+        self._deadline = loop.call_later(header_timeout, self._headers_late)
+
+    def request_started(self) -> None:
+        self._deadline.cancel()
+        self._busy = True
+
+    def request_finished(self) -> None:
+        self._busy = False
+
+    def eof_received(self) -> None:
+        if self._busy:
+            self.abort()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._deadline.cancel()
+        super().connection_lost(exc)
+
+    def abort(self) -> None:
+        """Drop the connection now, with what was not sent yet; its handler is cancelled."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _headers_late(self) -> None:
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(_TIMEOUT_ANSWER)
+            self.force_close()

@@ -1,0 +1,152 @@
+"""Prometheus metrics of one server: the engine's own figures, and latencies seen from here.
+
+The engine's figures are read when somebody asks for them; only the histograms cost anything while
+tokens flow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import perf_counter
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from cuengine.api.engine import ServingEngine
+from cuengine.outputs import RequestDelta
+
+_FIRST_TOKEN_BUCKETS = (
+    0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0,
+    80.0, 160.0,
+)  # fmt: skip
+_TOKEN_BUCKETS = (
+    0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5,
+    5.0,
+)  # fmt: skip
+_REQUEST_BUCKETS = (
+    0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
+    240.0, 480.0, 960.0,
+)  # fmt: skip
+
+_GAUGES = (
+    ("requests_running", "num_running", "Requests in the running batch"),
+    ("requests_waiting", "num_waiting", "Requests waiting for room"),
+    ("kv_blocks", "num_blocks", "KV-cache blocks in all"),
+    ("kv_blocks_free", "num_free_blocks", "KV-cache blocks that no sequence holds"),
+    ("kv_blocks_used", "num_used_blocks", "KV-cache blocks held by sequences"),
+    ("kv_blocks_cached", "num_cached_blocks", "KV-cache blocks reusable by their prefix hash"),
+)
+_COUNTERS = (
+    ("prefix_cache_queries", "prefix_queries", "Prompt tokens looked up in the prefix cache"),
+    ("prefix_cache_hits", "prefix_hits", "Prompt tokens found in the prefix cache"),
+    ("preemptions", "num_preemptions", "Sequences preempted"),
+    ("engine_steps", "num_steps", "Steps of the engine"),
+    ("prompt_tokens", "prompt_tokens", "Prompt tokens computed"),
+    ("generation_tokens", "generation_tokens", "Tokens generated"),
+)
+
+
+class Metrics:
+    """One registry per server, so that two in one process do not mix."""
+
+    def __init__(self, engine: ServingEngine, model_name: str) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(_EngineCollector(engine, model_name))
+        self.first_token = Histogram(
+            "cuengine_time_to_first_token_seconds",
+            "From a request's arrival at the engine to its first token",
+            buckets=_FIRST_TOKEN_BUCKETS,
+            registry=self._registry,
+        )
+        self.inter_token = Histogram(
+            "cuengine_inter_token_latency_seconds",
+            "Between two tokens of one sample",
+            buckets=_TOKEN_BUCKETS,
+            registry=self._registry,
+        )
+        self.per_output_token = Histogram(
+            "cuengine_time_per_output_token_seconds",
+            "Mean time between the tokens of a finished request",
+            buckets=_TOKEN_BUCKETS,
+            registry=self._registry,
+        )
+        self.request = Histogram(
+            "cuengine_e2e_request_latency_seconds",
+            "From a request's arrival at the engine to its end",
+            buckets=_REQUEST_BUCKETS,
+            registry=self._registry,
+        )
+        self.finished = Counter(
+            "cuengine_requests_finished",
+            "Samples by how they ended",
+            ["finished_reason"],
+            registry=self._registry,
+        )
+
+    def render(self) -> bytes:
+        """Everything, in Prometheus' text format 0.0.4."""
+        return generate_latest(self._registry)
+
+
+class RequestTimer:
+    """Times one engine request from its submission, by the deltas it yields."""
+
+    __slots__ = ("_finished", "_first", "_last", "_metrics", "_start", "_tokens")
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._start = perf_counter()
+        self._first = 0.0
+        self._last: dict[int, float] = {}
+        self._tokens = 0
+        self._finished = False
+
+    def observe(self, delta: RequestDelta) -> None:
+        now = perf_counter()
+        metrics = self._metrics
+        for sequence in delta.sequences:
+            count = len(sequence.token_ids)
+            if count:
+                last = self._last.get(sequence.index)
+                if last is not None:
+                    metrics.inter_token.observe((now - last) / count)
+                self._last[sequence.index] = now
+                self._tokens += count
+            if sequence.finish_reason is not None:
+                metrics.finished.labels(sequence.finish_reason).inc()
+        if not self._first and self._tokens:
+            self._first = now
+            metrics.first_token.observe(now - self._start)
+        if delta.finished:
+            self._finished = True
+            metrics.request.observe(now - self._start)
+            # Samples of one request run side by side: its tokens per sample set its pace.
+            per_sample = self._tokens / max(1, len(self._last))
+            if per_sample > 1:
+                metrics.per_output_token.observe((now - self._first) / (per_sample - 1))
+
+    def close(self) -> None:
+        """The request is over; one that did not finish was abandoned."""
+        if not self._finished:
+            self._metrics.finished.labels("abort").inc()
+
+
+class _EngineCollector(Collector):
+    def __init__(self, engine: ServingEngine, model_name: str) -> None:
+        self._engine = engine
+        self._model_name = model_name
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        for name, field, text in _GAUGES:
+            yield GaugeMetricFamily(f"cuengine_{name}", text, value=getattr(stats, field))
+        usage = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
+        yield GaugeMetricFamily(
+            "cuengine_kv_cache_usage_ratio", "Share of the KV-cache blocks in use", value=usage
+        )
+        for name, field, text in _COUNTERS:
+            yield CounterMetricFamily(f"cuengine_{name}", text, value=getattr(stats, field))
+        yield InfoMetricFamily(
+            "cuengine_model", "The model served", value={"model_name": self._model_name}
+        )

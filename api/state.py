@@ -1,0 +1,90 @@
+"""What all handlers of one server share. Made once by create_app; no module has its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from aiohttp import web
+
+from cuengine.api.engine import ServingEngine
+from cuengine.api.errors import ApiError
+from cuengine.api.metrics import Metrics
+from cuengine.api.settings import ServerSettings
+
+logger = logging.getLogger("cuengine.api")
+
+T = TypeVar("T")
+
+# Tokenizing and templates are pure computation: two threads keep one long prompt from holding up
+# the short ones behind it, more would only take time from the engine's thread.
+TOKENIZER_THREADS = 2
+
+
+class ServerState:
+    """The engine, the settings, the names it serves under, and what is going on now.
+
+    draining     a signal has come: new requests are refused
+    in_flight    requests being answered
+    """
+
+    def __init__(self, engine: ServingEngine, settings: ServerSettings) -> None:
+        self.engine = engine
+        self.settings = settings
+        self.model_names = settings.served_model_names or (engine.config.model,)
+        self.created = int(time.time())
+        self.metrics = Metrics(engine, self.model_names[0])
+        self.draining = False
+        self.in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, "cuengine-tokenizer")
+        self._ignored_fields: set[str] = set()
+
+    async def off_loop(self, work: Callable[[], T]) -> T:
+        """Run `work` on a tokenizer thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def request_started(self) -> None:
+        self.in_flight += 1
+        self._idle.clear()
+
+    def request_finished(self) -> None:
+        self.in_flight -= 1
+        if self.in_flight == 0:
+            self._idle.set()
+
+    async def wait_idle(self) -> None:
+        await self._idle.wait()
+
+    def check_model(self, name: str | None) -> str:
+        """The served name a request asked for, the first where it named none; else ApiError 404."""
+        if name is None or name == "":
+            return self.model_names[0]
+        if name in self.model_names:
+            return name
+        served = ", ".join(self.model_names)
+        raise ApiError(
+            404,
+            f"The model {name!r} does not exist. This server serves: {served}.",
+            param="model",
+            code="model_not_found",
+        )
+
+    def note_ignored(self, route: str, fields: set[str]) -> None:
+        """Log request fields that have no meaning here, each once."""
+        new = fields - self._ignored_fields
+        # A client that makes names up must not fill the log, nor this set.
+        if new and len(self._ignored_fields) < 1000:
+            self._ignored_fields |= new
+            logger.warning("%s: fields that mean nothing here: %s", route, ", ".join(sorted(new)))
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+STATE = web.AppKey("state", ServerState)

@@ -1,0 +1,217 @@
+"""From text and messages to token ids, and from token ids to what log-probabilities show of them.
+
+All calls that take time run on the tokenizer threads, never on the event loop.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+from cuengine.api.engine import ServingTemplate, ServingTokenizer
+from cuengine.api.errors import ApiError
+from cuengine.api.protocol import ChatMessage, ChatRequest, TokenizeRequest, ToolCall
+from cuengine.api.state import ServerState
+from cuengine.errors import RequestError
+
+logger = logging.getLogger("cuengine.api")
+
+_TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
+_TEMPLATE_ARGUMENTS = frozenset(
+    {"messages", "tools", "add_generation_prompt", "continue_final_message", "self"}
+)
+
+
+def need_tokenizer(state: ServerState) -> ServingTokenizer:
+    tokenizer = state.engine.tokenizer
+    if tokenizer is None:
+        raise ApiError(
+            400,
+            "This server runs without a tokenizer: send prompts as token ids, to /v1/completions.",
+        )
+    return tokenizer
+
+
+async def encode(state: ServerState, text: str, *, add_special_tokens: bool) -> list[int]:
+    tokenizer = need_tokenizer(state)
+    return await state.off_loop(
+        lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    )
+
+
+def check_ids(state: ServerState, ids: list[int], param: str) -> None:
+    """Token ids from outside must be in the vocabulary. Raises ApiError 400."""
+    tokenizer = state.engine.tokenizer
+    if tokenizer is None or not ids:
+        return
+    worst = max(ids) if min(ids) >= 0 else min(ids)
+    if not 0 <= worst < tokenizer.vocab_size:
+        raise ApiError(
+            400,
+            f"{param}: token id {worst} is not from 0 to {tokenizer.vocab_size - 1}.",
+            param=param,
+        )
+
+
+async def encode_chat(
+    state: ServerState,
+    request: ChatRequest | TokenizeRequest,
+    *,
+    add_special_tokens: bool,
+    with_tools: bool = True,
+) -> list[int]:
+    """The prompt that the model's chat template makes of the messages, as token ids.
+
+    Raises ApiError or RequestError 400 for messages that cannot be rendered.
+    """
+    tokenizer = need_tokenizer(state)
+    template = state.engine.chat_template
+    if template is None:
+        raise ApiError(
+            400,
+            "This model has no chat template. Start the server with --chat-template, "
+            "or use /v1/completions.",
+        )
+    messages = template_messages(request.messages)
+    kwargs = dict(request.chat_template_kwargs or {})
+    if taken := kwargs.keys() & _TEMPLATE_ARGUMENTS:
+        raise ApiError(
+            400,
+            f"chat_template_kwargs may not set {', '.join(sorted(taken))}: "
+            "the request has fields of that name.",
+            param="chat_template_kwargs",
+        )
+    if request.documents is not None:
+        kwargs["documents"] = request.documents
+    continued = bool(request.continue_final_message)
+    prompted = (
+        not continued if request.add_generation_prompt is None else request.add_generation_prompt
+    )
+    if continued and prompted:
+        raise ApiError(
+            400,
+            "add_generation_prompt and continue_final_message cannot both be true.",
+            param="continue_final_message",
+        )
+    tools = request.tools if with_tools and request.tools else None
+
+    def work() -> list[int]:
+        text = _render(template, messages, prompted, continued, tools, kwargs)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    return await state.off_loop(work)
+
+
+def _render(
+    template: ServingTemplate,
+    messages: list[dict[str, Any]],
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    tools: list[dict[str, Any]] | None,
+    kwargs: dict[str, Any],
+) -> str:
+    try:
+        return template.render(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **kwargs,
+        )
+    except RequestError:
+        raise
+    except Exception as error:
+        # A template is a program that the model's author wrote; what it fails on came with the
+        # request.
+        logger.warning("The chat template failed", exc_info=error)
+        raise RequestError(
+            f"The model's chat template fails on these messages: {error}", param="messages"
+        ) from None
+
+
+def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as templates expect them: text as one string, tool arguments as an object.
+
+    `developer` is what OpenAI's newer models call `system`; no LLaMA template knows it.
+    """
+    if not messages:
+        raise ApiError(400, "messages: at least one is needed.", param="messages")
+    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    result: dict[str, Any] = {"role": role, "content": _flat_text(message, where)}
+    if message.name is not None:
+        result["name"] = message.name
+    if message.tool_call_id is not None:
+        result["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        result["tool_calls"] = [
+            _template_tool_call(call, f"{where}.tool_calls[{i}]")
+            for i, call in enumerate(message.tool_calls)
+        ]
+    return result
+
+
+def _flat_text(message: ChatMessage, where: str) -> str:
+    content = message.content
+    if content is None:
+        if message.role not in ("assistant", "function"):
+            raise ApiError(
+                400,
+                f"{where}.content: required for role {message.role!r}.",
+                param=f"{where}.content",
+            )
+        return ""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        place = f"{where}.content[{i}]"
+        if part.type == "refusal" and part.refusal is not None:
+            texts.append(part.refusal)
+        elif part.type not in _TEXT_PARTS:
+            raise ApiError(
+                400,
+                f"{place}.type: {part.type!r} is not supported; this model reads text only.",
+                param=f"{place}.type",
+            )
+        elif part.text is None:
+            raise ApiError(400, f"{place}.text: required, but missing", param=f"{place}.text")
+        else:
+            texts.append(part.text)
+    return "\n".join(texts)
+
+
+def _template_tool_call(call: ToolCall, where: str) -> dict[str, Any]:
+    place = f"{where}.function.arguments"
+    try:
+        arguments = json.loads(call.function.arguments or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"{place}: not a JSON object: {error}.", param=place) from None
+    if not isinstance(arguments, dict):
+        raise ApiError(400, f"{place}: not a JSON object.", param=place)
+    function = {"name": call.function.name, "arguments": arguments}
+    return {"id": call.id, "type": call.type, "function": function}
+
+
+class TokenNames:
+    """How answers show single tokens: their text, or `token_id:N` where that was asked for."""
+
+    __slots__ = ("_as_ids", "_tokenizer")
+
+    def __init__(self, tokenizer: ServingTokenizer | None, *, as_ids: bool) -> None:
+        self._tokenizer = tokenizer
+        self._as_ids = as_ids or tokenizer is None
+
+    def text(self, token_id: int) -> str:
+        if self._as_ids or self._tokenizer is None:
+            return f"token_id:{token_id}"
+        return self._tokenizer.token_text(token_id)
+
+    def bytes(self, token_id: int) -> list[int] | None:
+        if self._tokenizer is None:
+            return None
+        return list(self._tokenizer.token_bytes(token_id))
