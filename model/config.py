@@ -78,8 +78,56 @@ def read_model_config(folder: Path) -> ModelConfig:
     Raises ModelError, naming what is wrong or not supported, and what is.
     """
     _refuse_other_folders(folder)
-    fields = _Fields(read_json_object(folder / "config.json"), str(folder / "config.json"))
-    return _parse(fields)
+    path = folder / "config.json"
+    return parse_model_config(read_json_object(path), str(path))
+
+
+def parse_model_config(values: Mapping[str, Any], where: str) -> ModelConfig:
+    """What `read_model_config` does, for a config at hand; `where` begins every error."""
+    fields = _Fields(values, where)
+    architecture = _architecture(fields)
+    is_mistral = architecture == "MistralForCausalLM"
+    _refuse_unsupported(fields)
+
+    hidden = fields.size("hidden_size")
+    num_heads = fields.size("num_attention_heads")
+    num_kv_heads = fields.size("num_key_value_heads", 8 if is_mistral else num_heads)
+    if num_heads % num_kv_heads:
+        raise fields.error(
+            f"num_attention_heads={num_heads} is not a multiple of "
+            f"num_key_value_heads={num_kv_heads}"
+        )
+    if not fields.has("head_dim") and hidden % num_heads:
+        raise fields.error(
+            f"hidden_size={hidden} is not a multiple of num_attention_heads={num_heads}, and there "
+            "is no head_dim"
+        )
+    head_dim = fields.size("head_dim", hidden // num_heads)
+    if head_dim % 2:
+        raise fields.error(f"head_dim={head_dim} is odd; rotary embedding needs pairs")
+    max_positions = fields.size("max_position_embeddings", 131072 if is_mistral else 2048)
+    _refuse_sliding_window(fields, max_positions, _MISTRAL_WINDOW if is_mistral else None)
+
+    bos = fields.token_ids("bos_token_id")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=fields.size("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=fields.size("intermediate_size"),
+        num_layers=fields.size("num_hidden_layers", maximum=_MAX_LAYERS),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        max_position_embeddings=max_positions,
+        rope=_rope(fields, head_dim),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        attention_bias=not is_mistral and fields.flag("attention_bias", False),
+        mlp_bias=not is_mistral and fields.flag("mlp_bias", False),
+        dtype=_dtype(fields),
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=fields.token_ids("eos_token_id"),
+    )
 
 
 def _refuse_other_folders(folder: Path) -> None:
@@ -167,52 +215,6 @@ class _Fields:
         if not isinstance(value, dict):
             raise self.error(f"{key}={value!r} is not an object")
         return _Fields(value, f"{self.where}: {key}")
-
-
-def _parse(fields: _Fields) -> ModelConfig:
-    architecture = _architecture(fields)
-    is_mistral = architecture == "MistralForCausalLM"
-    _refuse_unsupported(fields)
-
-    hidden = fields.size("hidden_size")
-    num_heads = fields.size("num_attention_heads")
-    num_kv_heads = fields.size("num_key_value_heads", 8 if is_mistral else num_heads)
-    if num_heads % num_kv_heads:
-        raise fields.error(
-            f"num_attention_heads={num_heads} is not a multiple of "
-            f"num_key_value_heads={num_kv_heads}"
-        )
-    if not fields.has("head_dim") and hidden % num_heads:
-        raise fields.error(
-            f"hidden_size={hidden} is not a multiple of num_attention_heads={num_heads}, and there "
-            "is no head_dim"
-        )
-    head_dim = fields.size("head_dim", hidden // num_heads)
-    if head_dim % 2:
-        raise fields.error(f"head_dim={head_dim} is odd; rotary embedding needs pairs")
-    max_positions = fields.size("max_position_embeddings", 131072 if is_mistral else 2048)
-    _refuse_sliding_window(fields, max_positions, _MISTRAL_WINDOW if is_mistral else None)
-
-    bos = fields.token_ids("bos_token_id")
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=fields.size("vocab_size"),
-        hidden_size=hidden,
-        intermediate_size=fields.size("intermediate_size"),
-        num_layers=fields.size("num_hidden_layers", maximum=_MAX_LAYERS),
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        max_position_embeddings=max_positions,
-        rope=_rope(fields, head_dim),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
-        attention_bias=not is_mistral and fields.flag("attention_bias", False),
-        mlp_bias=not is_mistral and fields.flag("mlp_bias", False),
-        dtype=_dtype(fields),
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=fields.token_ids("eos_token_id"),
-    )
 
 
 def _architecture(fields: _Fields) -> str:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from cuengine.errors import ModelError
-from cuengine.model.config import ModelConfig, read_model_config
+from cuengine.model.config import ModelConfig, parse_model_config
 from cuengine.model.gguf_file import GgufFile, GgufTensor
 from cuengine.model.layout import Part, all_parts
 from cuengine.paths import cache_dir
@@ -139,10 +139,11 @@ def _convert(path: Path, target: Path, *, progress: bool) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
     gguf = GgufFile(path)
     _refuse_unsupported(gguf)
+    hf_config = _hf_config(gguf)
+    config = parse_model_config(hf_config, f"{path}, read as config.json")
     temporary.mkdir()
     try:
-        _write_json(temporary / "config.json", _hf_config(gguf))
-        config = read_model_config(temporary)
+        _write_json(temporary / "config.json", hf_config)
         _write_json(temporary / "generation_config.json", _generation_config(gguf.metadata))
         if "tokenizer.ggml.model" in gguf.metadata:
             from cuengine.model.gguf_tokenizer import tokenizer_from_gguf
@@ -186,7 +187,7 @@ def _refuse_unsupported(gguf: GgufFile) -> None:
 
 
 def _hf_config(gguf: GgufFile) -> dict[str, Any]:
-    """config.json as transformers 5 writes it; read_model_config checks the values."""
+    """config.json as transformers 5 writes it; parse_model_config checks the values."""
     metadata, tensors = gguf.metadata, gguf.tensors
 
     def get(key: str, default: Any = None) -> Any:
