@@ -1,0 +1,528 @@
+"""Scheduling and paging, with a model whose next token is a checksum of all tokens before it.
+
+The model reads those tokens back through the block tables from a memory it wrote through the slot
+mapping, so a wrong slot, a block reused too early or a missing copy changes what comes out.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuengine.batch import Batch, SamplerOutput, SamplingBatch
+from cuengine.config import EngineConfig
+from cuengine.engine import Engine, EngineOutput, LoadedModel
+from cuengine.errors import RequestError
+from cuengine.sampling_params import SamplingParams
+
+VOCAB = 50
+EOS = 0
+BLOCK_SIZE = 8
+
+
+def checksum(tokens: list[int], seed: int, sample: int) -> int:
+    return zlib.crc32(bytes(tokens) + bytes([seed % 256, sample]))
+
+
+def logprob(tokens: list[int], token: int) -> float:
+    return -(zlib.crc32(bytes([*tokens, token])) % 1000) / 100
+
+
+def expected_output(prompt: list[int], params: SamplingParams, sample: int = 0) -> list[int]:
+    """What the model says when it has the machine to itself. The seed must be given."""
+    assert params.seed is not None
+    assert params.max_tokens is not None
+    output: list[int] = []
+    while len(output) < params.max_tokens and (params.ignore_eos or EOS not in output):
+        output.append(checksum(prompt + output, params.seed, sample) % VOCAB)
+    return output
+
+
+class ChecksumModel:
+    """A runner; also keeps the size of every step."""
+
+    def __init__(self) -> None:
+        self.memory: dict[int, tuple[int, int]] = {}
+        self.steps: list[tuple[int, int]] = []
+        self.fail = False
+
+    def run(self, batch: Batch, sampling: SamplingBatch) -> SamplerOutput:
+        if self.fail:
+            raise RuntimeError("out of luck")
+        self.steps.append((len(batch.token_ids), len(batch.seq_lens)))
+        snapshot = dict(self.memory)
+        targets = batch.block_copies[:, 1].tolist()
+        assert len(set(targets)) == len(targets)
+        for source, target in batch.block_copies.tolist():
+            for offset in range(BLOCK_SIZE):
+                held = snapshot.get(source * BLOCK_SIZE + offset)
+                if held is not None:
+                    self.memory[target * BLOCK_SIZE + offset] = held
+        slots = batch.slot_mapping.tolist()
+        assert len(set(slots)) == len(slots), "two tokens go to one slot"
+        for slot, token, position in zip(slots, batch.token_ids, batch.positions, strict=True):
+            self.memory[slot] = (int(token), int(position))
+        starts = batch.query_start_loc.tolist()
+        assert starts[-1] == len(slots)
+        for i, end in enumerate(batch.seq_lens.tolist()):
+            chunk = batch.positions[starts[i] : starts[i + 1]].tolist()
+            assert chunk == list(range(end - len(chunk), end))
+        return self.sample(batch, sampling)
+
+    def sample(self, batch: Batch, sampling: SamplingBatch) -> SamplerOutput:
+        rows = len(batch.logits_indices)
+        drawn = np.empty(rows, np.int32)
+        logprobs = np.full(rows, np.nan, np.float32)
+        for row, index in enumerate(batch.logits_indices.tolist()):
+            sequence = int(np.searchsorted(batch.query_start_loc, index, side="right")) - 1
+            tokens = self.read(batch.block_tables[sequence], int(batch.positions[index]) + 1)
+            drawn[row] = sampling.target_ids[row]
+            if drawn[row] < 0:
+                assert sampling.positions[row] == len(tokens)
+                seed, sample = int(sampling.seeds[row]), int(sampling.sample_indices[row])
+                drawn[row] = checksum(tokens, seed, sample) % VOCAB
+            if sampling.num_logprobs[row] >= 0:
+                logprobs[row] = logprob(tokens, int(drawn[row]))
+        none = np.empty((rows, 0))
+        return SamplerOutput(
+            drawn, logprobs, np.ones(rows, np.int32), none.astype(np.int32), none.astype(np.float32)
+        )
+
+    def read(self, table: np.ndarray, length: int) -> list[int]:
+        held = [
+            self.memory[int(table[position // BLOCK_SIZE]) * BLOCK_SIZE + position % BLOCK_SIZE]
+            for position in range(length)
+        ]
+        assert [position for _, position in held] == list(range(length))
+        return [token for token, _ in held]
+
+
+def make_engine(
+    *,
+    num_blocks: int = 64,
+    max_model_len: int = 64,
+    max_num_seqs: int = 8,
+    budget: int = 64,
+    caching: bool = True,
+) -> tuple[Engine, ChecksumModel]:
+    config = EngineConfig(
+        block_size=BLOCK_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        enable_prefix_caching=caching,
+    )
+    model = ChecksumModel()
+    loaded = LoadedModel(vocab_size=VOCAB, eos_token_ids=frozenset({EOS}))
+    engine = Engine(config, loaded, model, num_blocks=num_blocks, max_model_len=max_model_len)
+    return engine, model
+
+
+class Outputs:
+    """Collects tokens by request and sample."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], str] = {}
+        self.first: list[str] = []
+
+    def add(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            for token in output.tokens:
+                key = (output.request_id, token.index)
+                assert key not in self.reasons, "a finished sample goes on"
+                if key not in self.tokens:
+                    self.first.append(output.request_id)
+                self.tokens.setdefault(key, []).append(token.token_id)
+                if token.finish_reason is not None:
+                    self.reasons[key] = token.finish_reason
+
+
+def run(engine: Engine, outputs: Outputs | None = None, limit: int = 5000) -> Outputs:
+    outputs = outputs or Outputs()
+    for _ in range(limit):
+        if not engine.has_unfinished():
+            return outputs
+        outputs.add(engine.step())
+    raise AssertionError("no end in sight")
+
+
+def assert_whole(engine: Engine) -> None:
+    pool = engine.pool
+    assert pool.num_free == pool.num_blocks
+    assert not any(pool.ref_count(block) for block in range(pool.num_blocks))
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+
+
+def greedy(**fields: object) -> SamplingParams:
+    return SamplingParams(**{"seed": 1, "max_tokens": 8, "ignore_eos": True, **fields})  # type: ignore[arg-type]
+
+
+@dataclass
+class Job:
+    prompt: list[int]
+    params: SamplingParams
+    priority: int
+    salt: str | None
+    arrives: int
+    aborted: int | None
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> Job:
+    samples = draw(st.sampled_from([1, 1, 1, 2, 3]))
+    prompt_logprobs = draw(st.sampled_from([None, None, None, 0]))
+    # Few different tokens and a common start, so that requests share prefixes.
+    prompt = [1] * draw(st.integers(0, 24)) + draw(
+        st.lists(st.integers(1, 2), min_size=1, max_size=12)
+    )
+    return Job(
+        prompt,
+        SamplingParams(
+            n=samples,
+            seed=draw(st.integers(0, 3)),
+            max_tokens=draw(st.integers(1, 24)),
+            ignore_eos=draw(st.booleans()),
+            prompt_logprobs=prompt_logprobs,
+        ),
+        priority=draw(st.integers(0, 2)),
+        salt=draw(st.sampled_from([None, None, "a"])),
+        arrives=draw(st.integers(0, 15)),
+        aborted=draw(st.none() | st.integers(0, 30)),
+    )
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    work=st.lists(jobs(), min_size=1, max_size=10),
+    num_blocks=st.integers(8, 24),
+    max_num_seqs=st.integers(3, 8),
+    budget=st.sampled_from([1, 3, 16, 64]),
+    caching=st.booleans(),
+)
+def test_every_request_gets_the_tokens_it_would_get_alone(
+    work: list[Job], num_blocks: int, max_num_seqs: int, budget: int, caching: bool
+):
+    engine, model = make_engine(
+        num_blocks=num_blocks, max_num_seqs=max_num_seqs, budget=budget, caching=caching
+    )
+    outputs = Outputs()
+    prompt_logprobs = {}
+    for now in range(5000):
+        for name, job in enumerate(work):
+            if job.arrives == now:
+                engine.add_request(
+                    str(name), job.prompt, job.params, priority=job.priority, cache_salt=job.salt
+                )
+            if job.aborted is not None and job.arrives + job.aborted == now:
+                engine.abort(str(name))
+        news = engine.step()
+        outputs.add(news)
+        prompt_logprobs.update(
+            {o.request_id: o.prompt_logprobs for o in news if o.prompt_logprobs is not None}
+        )
+        stats = engine.stats()
+        assert stats.num_running <= max_num_seqs
+        assert stats.num_used_blocks + stats.num_free_blocks == num_blocks
+        if now > 50 and not engine.has_unfinished():
+            break
+    assert_whole(engine)
+    assert all(tokens <= budget for tokens, _ in model.steps)
+    assert all(sequences <= max_num_seqs for _, sequences in model.steps)
+    for name, job in enumerate(work):
+        for sample in range(job.params.n):
+            expected = expected_output(job.prompt, job.params, sample)
+            got = outputs.tokens.get((str(name), sample), [])
+            if job.aborted is None:
+                assert got == expected
+            else:
+                assert got == expected[: len(got)]
+        if job.params.prompt_logprobs is not None and job.aborted is None:
+            first, *others = prompt_logprobs[str(name)]
+            assert first is None
+            reported = [next(iter(entry.values())).logprob for entry in others]
+            assert reported == pytest.approx(
+                [logprob(job.prompt[:i], job.prompt[i]) for i in range(1, len(job.prompt))]
+            )
+
+
+def test_running_decodes_go_on_while_a_long_prompt_is_prefilled_in_chunks():
+    engine, model = make_engine(budget=8)
+    engine.add_request("short", [1, 2], greedy(max_tokens=10))
+    engine.step()
+    engine.add_request("long", [3] * 30, greedy(max_tokens=1))
+    outputs = Outputs()
+    for _ in range(5):
+        news = engine.step()
+        assert "short" in [output.request_id for output in news]
+        outputs.add(news)
+    # One decode and seven prompt tokens a step: 30 tokens take five steps.
+    assert model.steps[1:] == [(8, 2), (8, 2), (8, 2), (8, 2), (3, 2)]
+    assert ("long", 0) in outputs.reasons
+
+
+def test_lower_priority_values_are_admitted_first_then_the_order_of_arrival():
+    engine, _ = make_engine(max_num_seqs=1)
+    for name, priority in (("a", 5), ("b", 0), ("c", 5), ("d", -1)):
+        engine.add_request(name, [1, 2], greedy(max_tokens=2), priority=priority)
+    assert run(engine).first == ["d", "b", "a", "c"]
+
+
+def test_the_newest_sequence_of_the_lowest_priority_is_preempted():
+    # Each needs four blocks in the end, and there are eight.
+    engine, _ = make_engine(num_blocks=8, max_model_len=64)
+    for name, priority in (("old", 0), ("low", 1), ("new", 0)):
+        engine.add_request(name, [3, 4, 5, 6, 7, 8, 9], greedy(max_tokens=20), priority=priority)
+    victims = []
+    while engine.has_unfinished():
+        engine.step()
+        victims += [
+            sequence.request.request_id
+            for sequence in engine.scheduler.waiting
+            if sequence.num_output
+        ]
+    assert engine.stats().num_preemptions > 0
+    assert set(victims) == {"low"}
+    assert_whole(engine)
+
+
+def test_preempted_sequences_find_their_blocks_again_while_nobody_needed_the_room():
+    engine, model = make_engine(num_blocks=8, max_model_len=64)
+    for name in ("a", "b"):
+        params = greedy(max_tokens=30)
+        engine.add_request(name, [ord(name) % 7 + 1] * 8, params)
+    outputs = run(engine)
+    assert engine.stats().num_preemptions > 0
+    for name in ("a", "b"):
+        prompt = [ord(name) % 7 + 1] * 8
+        assert outputs.tokens[name, 0] == expected_output(prompt, greedy(max_tokens=30))
+    # Without the cache the preempted sequence would run all its tokens again.
+    total = sum(tokens for tokens, _ in model.steps)
+    assert total < 2 * (8 + 30) + 16
+
+
+def test_two_sequences_that_preempt_each_other_both_finish():
+    engine, _ = make_engine(num_blocks=8, max_model_len=64)
+    for name in ("a", "b"):
+        engine.add_request(name, [1, 2, 3], greedy(max_tokens=61))
+    outputs = run(engine)
+    assert [len(tokens) for tokens in outputs.tokens.values()] == [61, 61]
+    assert_whole(engine)
+
+
+def test_a_request_at_the_head_of_the_queue_is_not_overtaken_by_smaller_ones():
+    engine, _ = make_engine(num_blocks=8, max_model_len=64)
+    engine.add_request("running", [1] * 20, greedy(max_tokens=10))
+    engine.step()
+    engine.add_request("large", [2] * 50, greedy(max_tokens=2))
+    outputs = Outputs()
+    for number in range(20):
+        engine.add_request(f"small{number}", [3], greedy(max_tokens=1))
+        outputs.add(engine.step())
+    run(engine, outputs)
+    assert outputs.first[:2] == ["running", "large"]
+
+
+def test_a_shared_prefix_is_computed_once():
+    engine, model = make_engine()
+    prompt = list(range(1, 21))
+    for name in ("first", "second"):
+        engine.add_request(name, prompt, greedy(max_tokens=1))
+        outputs = engine.step()
+    assert outputs[0].num_cached_tokens == 16
+    assert [tokens for tokens, _ in model.steps] == [20, 4]
+    assert (engine.stats().prefix_queries, engine.stats().prefix_hits) == (40, 16)
+
+
+def test_at_least_one_token_of_a_cached_prompt_runs():
+    engine, model = make_engine()
+    prompt = list(range(1, 17))
+    for name in ("first", "second"):
+        engine.add_request(name, prompt, greedy(max_tokens=1))
+        engine.step()
+    assert [tokens for tokens, _ in model.steps] == [16, 8]
+
+
+def test_requests_with_different_salts_share_no_blocks():
+    engine, model = make_engine()
+    for name, salt in (("a", None), ("b", "x"), ("c", "y"), ("d", "x")):
+        engine.add_request(name, [1] * 20, greedy(max_tokens=1), cache_salt=salt)
+        engine.step()
+    assert [tokens for tokens, _ in model.steps] == [20, 20, 20, 4]
+
+
+def test_prompt_logprobs_run_the_whole_prompt_whatever_is_cached():
+    engine, model = make_engine()
+    engine.add_request("a", [1] * 20, greedy(max_tokens=1))
+    engine.step()
+    engine.add_request("b", [1] * 20, greedy(max_tokens=1, prompt_logprobs=0))
+    output = engine.step()[0]
+    assert model.steps[-1] == (20, 1)
+    assert output.num_cached_tokens == 0
+    assert output.prompt_logprobs is not None
+    assert len(output.prompt_logprobs) == 20
+
+
+def test_samples_of_a_request_share_the_prompt_and_copy_on_write():
+    engine, model = make_engine()
+    params = greedy(n=3, max_tokens=6)
+    engine.add_request("r", [5] * 12, params)
+    engine.step()
+    assert engine.stats().num_used_blocks == 2
+    engine.step()
+    # One full block shared by all; of the second, each sample but the last to write has a copy.
+    assert engine.stats().num_used_blocks == 4
+    assert model.steps == [(12, 1), (3, 3)]
+    outputs = run(engine)
+    for sample in range(3):
+        expected = expected_output([5] * 12, params, sample)
+        assert outputs.tokens["r", sample] == expected[2:]
+    assert_whole(engine)
+
+
+def test_waiting_samples_count_against_the_sequence_limit_before_the_fork():
+    engine, model = make_engine(max_num_seqs=4, budget=8)
+    engine.add_request("many", [5] * 20, greedy(n=4, max_tokens=2))
+    engine.add_request("one", [6], greedy(max_tokens=1))
+    run(engine)
+    assert max(sequences for _, sequences in model.steps) == 4
+    assert model.steps[-1] == (1, 1)
+
+
+def test_aborting_frees_every_block_wherever_the_request_is():
+    engine, _ = make_engine(max_num_seqs=3, budget=8)
+    engine.add_request("decoding", [1, 2], greedy(n=2, max_tokens=30))
+    engine.step()
+    engine.add_request("prefilling", [3] * 30, greedy())
+    engine.step()
+    engine.add_request("waiting", [4] * 10, greedy())
+    engine.step()
+    assert engine.stats().num_waiting == 1
+    for name in ("prefilling", "waiting", "decoding", "unknown"):
+        engine.abort(name)
+    assert_whole(engine)
+    assert not engine.has_unfinished()
+
+
+def test_ending_one_sample_leaves_the_others_running():
+    engine, _ = make_engine()
+    params = greedy(n=2, max_tokens=10)
+    engine.add_request("r", [1, 2, 3], params)
+    outputs = Outputs()
+    outputs.add(engine.step())
+    engine.finish_sequence("r", 0)
+    run(engine, outputs)
+    assert outputs.tokens["r", 1] == expected_output([1, 2, 3], params, 1)
+    assert len(outputs.tokens["r", 0]) == 1
+    assert_whole(engine)
+    engine.add_request("r", [1], greedy(max_tokens=1))
+
+
+def test_a_step_that_fails_leaks_no_block_and_the_engine_can_go_on():
+    engine, model = make_engine(budget=8)
+    engine.add_request("a", [1] * 20, greedy(n=2))
+    engine.step()
+    model.fail = True
+    with pytest.raises(RuntimeError, match="out of luck"):
+        engine.step()
+    model.fail = False
+    assert_whole(engine)
+    engine.add_request("a", [1] * 20, greedy(max_tokens=5))
+    assert run(engine).tokens["a", 0] == expected_output([1] * 20, greedy(max_tokens=5))
+
+
+def test_a_stop_token_ends_the_sample_and_is_named():
+    engine, _ = make_engine()
+    tokens = expected_output([1, 2], greedy(max_tokens=8))
+    stop = tokens[3]
+    engine.add_request("r", [1, 2], greedy(max_tokens=8, stop_token_ids=[stop]))
+    news = []
+    while engine.has_unfinished():
+        news += engine.step()
+    cut = tokens.index(stop) + 1
+    assert [output.tokens[0].token_id for output in news] == tokens[:cut]
+    assert (news[-1].tokens[0].finish_reason, news[-1].tokens[0].stop_reason) == ("stop", stop)
+
+
+def test_end_of_sequence_ends_the_sample_without_a_stop_reason():
+    engine, _ = make_engine()
+    seed = next(s for s in range(256) if checksum([1], s, 0) % VOCAB == EOS)
+    engine.add_request("r", [1], greedy(seed=seed, ignore_eos=False))
+    last = engine.step()[-1].tokens[0]
+    assert (last.token_id, last.finish_reason, last.stop_reason) == (EOS, "stop", None)
+
+
+def test_without_max_tokens_a_sample_may_fill_the_context():
+    engine, _ = make_engine(max_model_len=40)
+    engine.add_request("r", [1] * 10, greedy(max_tokens=None))
+    outputs = run(engine)
+    assert len(outputs.tokens["r", 0]) == 30
+    assert outputs.reasons["r", 0] == "length"
+
+
+def test_a_request_without_a_seed_gets_one_from_the_engine_that_does_not_depend_on_others():
+    def seeds(count: int) -> list[int]:
+        engine, _ = make_engine(max_num_seqs=2)
+        for number in range(count):
+            engine.add_request(str(number), [1, 2], greedy(seed=None))
+        return [s.request.seed for s in engine.scheduler.waiting]
+
+    assert seeds(4)[:2] == seeds(2)
+    assert len(set(seeds(4))) == 4
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "message", "param", "code"),
+    [
+        ([], {}, "The prompt is empty", "prompt", None),
+        (
+            [1] * 64,
+            {},
+            "it has 64 tokens and this model's context is 64. Shorten it to at most 63.",
+            "prompt",
+            "context_length_exceeded",
+        ),
+        (
+            [1] * 60,
+            {"max_tokens": 5},
+            "max_tokens=5 does not fit: the prompt has 60 tokens and this model's context is 64. "
+            "Ask for at most 4.",
+            "max_tokens",
+            "context_length_exceeded",
+        ),
+        (
+            [1] * 60,
+            {"max_tokens": None, "min_tokens": 5},
+            "min_tokens=5 does not fit",
+            "min_tokens",
+            "context_length_exceeded",
+        ),
+        ([1, 50], {}, "token id 50 is not in this model's vocabulary, 0 to 49", "prompt", None),
+        ([1, -1], {}, "token id -1 is not", "prompt", None),
+        ([1], {"stop_token_ids": [50]}, "stop_token_ids: token id 50", "stop_token_ids", None),
+        ([1], {"logit_bias": {70: 1.0}}, "logit_bias: token id 70", "logit_bias", None),
+        ([1], {"n": 9}, "n=9 is more than this engine runs at once: ask for at most 8", "n", None),
+        ([1], {"best_of": 9}, "best_of=9 is more than", "best_of", None),
+    ],
+)
+def test_what_can_never_be_served_is_refused_at_once(
+    prompt: list[int], fields: dict[str, object], message: str, param: str, code: str | None
+):
+    engine, _ = make_engine()
+    with pytest.raises(RequestError) as caught:
+        engine.add_request("r", prompt, greedy(**{"max_tokens": 1, **fields}))
+    assert message in str(caught.value)
+    assert (caught.value.param, caught.value.code) == (param, code)
+    assert not engine.has_unfinished()
+
+
+def test_a_request_id_in_use_is_refused():
+    engine, _ = make_engine()
+    engine.add_request("r", [1], greedy())
+    with pytest.raises(RequestError, match="request_id='r' is in use"):
+        engine.add_request("r", [1], greedy())
