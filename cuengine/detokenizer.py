@@ -1,7 +1,7 @@
 """Tokens to text while they come: no half characters, and stop strings.
 
-What a token's bytes are, and how a whole list of tokens is decoded, is the tokenizer's business; here is
-what must be remembered between two tokens of one sample. One Detokenizer belongs to one sample.
+What a token's bytes are, and how a whole list of tokens is decoded, is the tokenizer's business;
+here is what must be remembered between two tokens of one sample, to which a Detokenizer belongs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CONTEXT_TOKENS = 8  # more tokens than the longest character has bytes
 class TextRules:
     """How the bytes of tokens become text, for tokenizers whose decoder joins bytes.
 
-    strip_start       spaces that are dropped at the very start of a text (SentencePiece's dummy prefix)
+    strip_start       spaces dropped at the very start of a text (SentencePiece's dummy prefix)
     replace_each_byte one U+FFFD per byte that is not UTF-8 (SentencePiece); else one per maximal
                       part of a character (byte-level BPE; Unicode 15, section 3.9, table 3-8)
     """
@@ -97,7 +97,7 @@ class _ByteStream:
         return self._without_prompt(self._text.push(b"", final=True))
 
     def _without_prompt(self, text: str) -> str:
-        """U+FFFD for a half character at the prompt's end is prompt; a character made whole is not."""
+        """U+FFFD for half a character at the prompt's end is prompt; one made whole is not."""
         if text:
             text, self._owed = text.removeprefix(self._owed), ""
         return text
@@ -194,8 +194,8 @@ class _StopString:
 class Detokenizer:
     """Turns one sample's tokens into text that is safe to show.
 
-    The joined results of `push` and `flush` are `decode(prompt + output)` without `decode(prompt)` at
-    its front. A character that began in the prompt (given as token ids) and is completed by the
+    The joined results of `push` and `flush` are `decode(prompt + output)` without `decode(prompt)`
+    at its front. A character that began in the prompt (given as token ids) and is completed by the
     output belongs to the output. Token ids that the tokenizer does not know have no text.
 
     Of several stop strings the one that ends first wins; of those that end together, the longest.
@@ -253,7 +253,7 @@ class Detokenizer:
         return token_id not in self._hidden and token_id in self._tokenizer
 
     def _until_stop(self, new: str) -> str:
-        """Takes new text; returns what cannot be part of a stop string, up to one that is complete."""
+        """Takes new text; returns what cannot become a stop string, up to one that is complete."""
         text = self._held + new
         for end, character in enumerate(new, len(self._held) + 1):
             hits = [stop for stop in self._stops if stop.advance(character)]

@@ -1,21 +1,28 @@
 """Messages to a prompt, by the Jinja template that a model brings along.
 
 Behaves like `apply_chat_template` of transformers: same globals, filters and whitespace rules.
-Templates are code from strangers and run in Jinja's sandbox. Validating messages is the API's business.
+Templates are code from strangers: they run in Jinja's sandbox, their loops within a limit of time
+and their output within one of size. (What the limits do not see: a macro that calls itself twice,
+and a string that one filter makes huge.) Validating messages is the API's business.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from cuengine.errors import ModelError, RequestError
@@ -23,16 +30,37 @@ from cuengine.model.json_file import read_json_object
 from cuengine.model.tokenizer import SPECIAL_TOKEN_NAMES, token_content
 
 MAX_PROMPT_CHARACTERS = 16 * 1024 * 1024
+MAX_CPU_SECONDS = 5.0
+
+_IN_TIME = "in_time"
+_cpu_deadline: ContextVar[float] = ContextVar("cpu_deadline")
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks what the model wrote, for training; plain here."""
+    """`{% generation %}…{% endgeneration %}` marks, for training, what the model wrote."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's way)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox, which also refuses products and powers that would not fit into memory."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            if isinstance(left, int) and isinstance(right, int) and abs(right) > 1000:
+                raise SecurityError(f"a power of {right}")
+        else:
+            for value, count in ((left, right), (right, left)):
+                copied = isinstance(value, str | list | tuple) and isinstance(count, int)
+                if copied and len(value) * count > MAX_PROMPT_CHARACTERS:
+                    raise SecurityError(f"{count} copies of {len(value)} items")
+        return super().call_binop(context, operator, left, right)
 
 
 class ChatTemplate:
@@ -47,7 +75,10 @@ class ChatTemplate:
         self._templates: dict[str, jinja2.Template] = {}
         for name, source in templates.items():
             try:
-                self._templates[name] = environment.from_string(source)
+                tree = environment.parse(source)
+                for loop in tree.find_all(nodes.For):
+                    loop.iter = nodes.Filter(loop.iter, _IN_TIME, [], [], None, None)
+                self._templates[name] = environment.from_string(tree)
             except jinja2.TemplateSyntaxError as error:
                 raise ModelError(
                     f"chat template {name!r}, line {error.lineno}: {error.message}"
@@ -117,13 +148,14 @@ class ChatTemplate:
         if len(self._templates) == 1:
             return next(iter(self._templates.values()))
         raise RequestError(
-            f"the model has the chat templates {', '.join(sorted(self._templates))} but no default; "
-            "choose one with --chat-template"
+            f"the model has the chat templates {', '.join(sorted(self._templates))} but no "
+            "default; choose one with --chat-template"
         )
 
     def _run(self, template: jinja2.Template, context: Mapping[str, Any]) -> str:
         parts: list[str] = []
         size = 0
+        _cpu_deadline.set(time.thread_time() + MAX_CPU_SECONDS)
         try:
             for part in template.generate(context):
                 parts.append(part)
@@ -134,7 +166,7 @@ class ChatTemplate:
                     )
         except RequestError:
             raise
-        except jinja2.exceptions.SecurityError as error:
+        except SecurityError as error:
             raise RequestError(f"the chat template did what it must not: {error}") from None
         except Exception as error:  # a template may raise whatever Python can
             raise RequestError(
@@ -145,10 +177,11 @@ class ChatTemplate:
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+    environment = _Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
+    environment.filters[_IN_TIME] = _in_time
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
@@ -165,6 +198,18 @@ def _to_json(
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+
+
+def _in_time(items: Iterable[Any]) -> Iterator[Any]:
+    """What a loop runs over, until the time is over."""
+    deadline = _cpu_deadline.get()
+    for item in items:
+        if time.thread_time() > deadline:
+            raise RequestError(
+                f"the chat template ran for more than {MAX_CPU_SECONDS:g} s on these messages",
+                param="messages",
+            )
+        yield item
 
 
 def _raise_exception(message: str) -> None:
@@ -185,8 +230,8 @@ def _up_to_final_content(prompt: str, messages: Sequence[Mapping[str, Any]]) -> 
     start = prompt.rfind(content.strip())
     if start < 0:
         raise RequestError(
-            "continue_final_message: the chat template changes the last message's content, so it is "
-            "not known where to go on",
+            "continue_final_message: the chat template changes the last message's content, so it "
+            "is not known where to go on",
             param="continue_final_message",
         )
     end = start + len(content.strip())
@@ -240,6 +285,6 @@ def _text_or_file(override: str) -> str:
     if any(mark in override for mark in ("{{", "{%", "{#", "\n")):
         return override
     path = Path(override).expanduser()
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ModelError(f"--chat-template {override}: no such file, and no Jinja template either")
     return _read_text(path)

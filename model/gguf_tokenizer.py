@@ -1,12 +1,13 @@
 """A tokenizer.json and tokenizer_config.json made out of the metadata of a GGUF file.
 
 Two kinds are known, by `tokenizer.ggml.model`: "gpt2", byte-level BPE with its merges, and "llama",
-SentencePiece BPE with byte fallback, which has scores instead of merges. Reading the file is gguf.py's
-business, using the result tokenizer.py's.
+SentencePiece BPE with byte fallback, which has scores instead of merges. Reading the file format is
+gguf_file.py's business, using the result tokenizer.py's.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Any
@@ -29,12 +30,17 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
+_SPECIAL_TYPES = (TokenType.UNKNOWN, TokenType.CONTROL)
+
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = (
     _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_SEED_CODER = _CONTRACTIONS + (
+    r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
@@ -49,15 +55,20 @@ _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", r"[一-龥ࠀ-一가-�
 PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "default": _DEFAULT,
     "gpt-2": (_GPT2,),
+    "olmo": (_GPT2,),
+    "trillion": (_GPT2,),
     "llama-bpe": (_LLAMA3,),
     "llama3": (_LLAMA3,),
     "llama-v3": (_LLAMA3,),
     "falcon3": (_LLAMA3,),
+    "midm-2.0": (_LLAMA3,),
     "smaug-bpe": (_LLAMA3,),
     "tekken": (_TEKKEN,),
     "qwen2": (_QWEN2,),
     "stablelm2": (_QWEN2,),
     "deepseek-r1-qwen": (_QWEN2,),
+    "megrez": (_QWEN2,),
+    "seed-coder": (_SEED_CODER,),
     "smollm": _DIGITS,
     "starcoder": _DIGITS,
     "refact": _DIGITS,
@@ -67,8 +78,8 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "deepseek-coder": _DEEPSEEK_CODER,
 }
 
-# Words that are tokens are not merged up piece by piece, and BOS is added unless the file says not to.
-_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"})
+# Words that are tokens are taken whole, and BOS is added unless the file says not to.
+_WHOLE_WORDS = frozenset({"llama-bpe", "llama3", "llama-v3", "falcon3", "midm-2.0", "tekken"})
 
 
 def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> tuple[Json, Json]:
@@ -88,11 +99,11 @@ def tokenizer_from_gguf(metadata: Mapping[str, Any]) -> tuple[Json, Json]:
         tokenizer, add_bos = _sentencepiece_bpe(metadata, tokens, types), True
     else:
         raise ModelError(
-            f"tokenizer.ggml.model {kind!r} is not supported; supported are 'gpt2' (byte-level BPE) "
-            "and 'llama' (SentencePiece BPE)"
+            f"tokenizer.ggml.model {kind!r} is not supported; supported are 'gpt2' (byte-level "
+            "BPE) and 'llama' (SentencePiece BPE)"
         )
     config = _config(metadata, tokens, add_bos)
-    tokenizer["added_tokens"] = _added_tokens(tokens, types)
+    tokenizer["added_tokens"] = _added_tokens(tokens, types, normalized=kind == "llama")
     tokenizer["post_processor"] = _post_processor(
         tokens,
         _token_id(metadata, "bos", tokens) if config["add_bos_token"] else None,
@@ -145,8 +156,8 @@ def _sentencepiece_bpe(
 ) -> Json:
     if metadata.get("tokenizer.ggml.precompiled_charsmap"):
         raise ModelError(
-            "tokenizer.ggml.precompiled_charsmap: SentencePiece's own normalisation is not supported; "
-            "LLaMA's tokenizers have none"
+            "tokenizer.ggml.precompiled_charsmap: SentencePiece's own normalisation is not "
+            "supported; LLaMA's tokenizers have none"
         )
     vocabulary = _vocabulary(tokens)
     merges = _merges_from_scores(tokens, types, _scores(metadata, len(tokens)))
@@ -163,7 +174,10 @@ def _sentencepiece_bpe(
             {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
         ]
     if prefix:
-        normalizers.append({"type": "Prepend", "prepend": SPACE})
+        normalizers += [
+            {"type": "Replace", "pattern": {"Regex": expression}, "content": SPACE}
+            for expression in _prefix_expressions(tokens, types)
+        ]
     normalizers.append({"type": "Replace", "pattern": {"String": " "}, "content": SPACE})
     decoders: list[Json] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
@@ -180,15 +194,49 @@ def _sentencepiece_bpe(
     }
 
 
+def _prefix_expressions(tokens: Sequence[str], types: Sequence[int]) -> list[str]:
+    """Where a text gets the space that SentencePiece puts in front: zero-width expressions.
+
+    At its start; and, as LLaMA's reference code encodes what stands between control tokens each on
+    its own, after each of those, unless a space is there already: chat templates for such models
+    write one. Added tokens are looked for after this, and their names pass through here too: a name
+    on its own must not get a space.
+    """
+    controls = _alternatives(tokens, types, _SPECIAL_TYPES)
+    whole = _alternatives(tokens, types, (TokenType.USER_DEFINED,))
+    start = r"\A(?!\z)"
+    if whole:
+        start += rf"(?!(?:{whole})\z)"
+    if not controls:
+        return [start]
+    # The set of last characters is only there because it is quick to rule out.
+    last = "".join({re.escape(token[-1]) for token in _of_type(tokens, types, _SPECIAL_TYPES)})
+    return [
+        rf"{start}(?!{controls})",
+        rf"(?<=[{last}])(?<={controls})(?!\z| |{controls})",
+    ]
+
+
+def _alternatives(tokens: Sequence[str], types: Sequence[int], wanted: Sequence[TokenType]) -> str:
+    return "|".join(re.escape(token) for token in _of_type(tokens, types, wanted))
+
+
+def _of_type(tokens: Sequence[str], types: Sequence[int], wanted: Sequence[TokenType]) -> list[str]:
+    return [token for token, kind in zip(tokens, types, strict=True) if token and kind in wanted]
+
+
 def _merges_from_scores(
     tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
 ) -> list[list[str]]:
     """The merges that make BPE do what SentencePiece does with scores.
 
-    SentencePiece joins any two neighbours whose joint text is a piece, the best score first, then the
-    leftmost. So every way to cut a piece into two pieces is a merge, ranked by the piece's score.
+    SentencePiece joins any two neighbours whose joint text is a piece, the best score first, then
+    the leftmost. So every way to cut a piece in two pieces is a merge, ranked by the piece's score.
     Of the ways to cut one piece the longest left part goes first: where two occurrences of a piece
     overlap by less than half of it, that is the leftmost.
+
+    Merges have one rank each, so two things cannot be had: that of two pieces with equal scores the
+    leftmost wins (the lower id does), and UNUSED pieces as steps on the way to others.
     """
     mergeable = {
         token: score
@@ -225,9 +273,8 @@ def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
     return {token: token_id for token_id, token in reversed(list(enumerate(tokens)))}
 
 
-def _added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[Json]:
-    """Tokens that are found in text before BPE sees it."""
-    special = (TokenType.UNKNOWN, TokenType.CONTROL)
+def _added_tokens(tokens: Sequence[str], types: Sequence[int], *, normalized: bool) -> list[Json]:
+    """Tokens that are found in text before BPE sees it; `normalized`: after its normalisation."""
     return [
         {
             "id": token_id,
@@ -235,11 +282,11 @@ def _added_tokens(tokens: Sequence[str], types: Sequence[int]) -> list[Json]:
             "single_word": False,
             "lstrip": False,
             "rstrip": False,
-            "normalized": False,
-            "special": token_type in special,
+            "normalized": normalized,
+            "special": token_type in _SPECIAL_TYPES,
         }
         for token_id, (token, token_type) in enumerate(zip(tokens, types, strict=True))
-        if token_type in (*special, TokenType.USER_DEFINED)
+        if token and token_type in (*_SPECIAL_TYPES, TokenType.USER_DEFINED)
     ]
 
 

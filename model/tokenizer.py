@@ -1,7 +1,7 @@
 """Text to tokens and back, for one model folder. Wraps the `tokenizers` package.
 
-Chat templates are in chat_template.py, tokens that arrive one by one in cuengine/detokenizer.py, the
-making of a tokenizer.json out of GGUF metadata in gguf_tokenizer.py.
+Chat templates are in chat_template.py, tokens that arrive one by one in cuengine/detokenizer.py,
+the making of a tokenizer.json out of GGUF metadata in gguf_tokenizer.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Tokenizer:
     """
 
     def __init__(self, tokenizer: FastTokenizer, config: Mapping[str, Any] | None = None) -> None:
-        """`config` is the content of tokenizer_config.json. Raises ModelError where it makes no sense."""
+        """`config` is the content of tokenizer_config.json. Raises ModelError for a bad one."""
         config = config or {}
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -58,8 +58,8 @@ class Tokenizer:
         self.eos_token_id = self._token_id(names["eos_token"])
         if config.get("tokenizer_class") in _LLAMA_TOKENIZER_CLASSES:
             self._set_post_processor(
-                self.bos_token_id if config.get("add_bos_token", True) else None,
-                self.eos_token_id if config.get("add_eos_token", False) else None,
+                names["bos_token"] if config.get("add_bos_token", True) else None,
+                names["eos_token"] if config.get("add_eos_token", False) else None,
             )
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
@@ -74,7 +74,7 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """The tokenizer of a model folder. Raises ModelError where there is none or it is broken."""
+        """The tokenizer of a model folder. Raises ModelError where it is missing or broken."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(
@@ -96,7 +96,7 @@ class Tokenizer:
         return token_id in self._bytes
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Tokens of `text`, with the model's BOS (or EOS) where it wants one and they are asked for.
+        """Tokens of `text`, with the BOS or EOS that the model wants where they are asked for.
 
         Names of special tokens within the text become those tokens. Raises RequestError for text
         that is not Unicode (lone surrogates).
@@ -142,16 +142,14 @@ class Tokenizer:
         token_id: int | None = self._tokenizer.token_to_id(token)
         return token_id
 
-    def _set_post_processor(self, bos: int | None, eos: int | None) -> None:
-        template = ["$A"]
-        specials: list[tuple[str, int]] = []
-        for token_id, position in ((bos, 0), (eos, len(template))):
-            if token_id is not None:
-                name = self._tokenizer.id_to_token(token_id)
-                specials.append((name, token_id))
-                template.insert(position if position == 0 else len(template), name)
+    def _set_post_processor(self, bos: str | None, eos: str | None) -> None:
+        ids = {name: self._token_id(name) for name in (bos, eos)}
+        specials = [(name, i) for name, i in ids.items() if name is not None and i is not None]
+        known = [name for name, _ in specials]
+        first = [name for name in (bos,) if name in known]
+        last = [name for name in (eos,) if name in known]
         self._tokenizer.post_processor = TemplateProcessing(
-            single=template, pair=None, special_tokens=specials
+            single=[*first, "$A", *last], pair=None, special_tokens=specials
         )
 
     def _piece_bytes(self, piece: str, token_id: int) -> bytes:
@@ -173,7 +171,7 @@ class Tokenizer:
 
 
 def byte_characters() -> dict[int, str]:
-    """Byte -> the printable character that stands for it in byte-level BPE (Radford et al., GPT-2)."""
+    """Byte -> the printable character that stands for it in byte-level BPE (GPT-2's table)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {byte: chr(byte) for byte in printable}
     others = (byte for byte in range(256) if byte not in table)
@@ -236,7 +234,7 @@ def _step_types(decoder: Mapping[str, Any]) -> list[str]:
 
 
 def _text_rules(decoder: Mapping[str, Any] | None) -> TextRules | None:
-    """The rules of a decoder that joins bytes: byte-level BPE, or SentencePiece with byte fallback."""
+    """The rules of a decoder that joins bytes: byte-level, or SentencePiece with byte fallback."""
     if decoder is None:
         return None
     steps = _steps(decoder)
