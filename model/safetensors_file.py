@@ -200,7 +200,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _entry(path: Path, name: str, value: Any, data_start: int, data_size: int) -> TensorEntry:
     def damaged(what: str) -> ModelError:
-        return ModelError(f"{path}: tensor {name!r}: {what}")
+        return ModelError(f"{path}: tensor {name[:200]!r}: {what[:300]}")
 
     if not isinstance(value, dict):
         raise damaged("its entry in the header is not an object")
