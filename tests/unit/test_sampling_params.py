@@ -1,0 +1,66 @@
+"""What sampling parameters accept, and how they say no."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from cuengine.errors import RequestError
+from cuengine.sampling_params import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("n", [1, 128], [0, 129, 1.0, "1", True, None]),
+        ("temperature", [0, 0.0, 1, 2.5, 100], [-0.1, 101, math.nan, math.inf, "1", None, True]),
+        ("top_p", [1, 1e-6], [0, 1.1, -1, math.nan]),
+        ("top_k", [-1, 0, 1, 50_000], [-2, 1.5, None]),
+        ("min_p", [0, 0.5, 1], [-0.1, 1.1]),
+        ("seed", [None, 0, -(2**63), 2**64 - 1], [2**64, 0.5, "x"]),
+        ("max_tokens", [None, 1, 10**6], [0, -1, 1.5]),
+        ("min_tokens", [0, 16], [-1, 0.5]),
+        ("presence_penalty", [-2, 0, 2], [-2.1, 2.1, math.nan]),
+        ("frequency_penalty", [-2, 0, 2], [-2.1, 2.1, math.nan]),
+        ("repetition_penalty", [0.01, 1, 2], [0, -1, math.inf]),
+        ("logprobs", [None, 0, 100], [-1, 101, 0.5]),
+        ("prompt_logprobs", [None, 0, 100], [-1, 101, 0.5]),
+        ("stop", [[], ["a", "b"], "a"], [[""], "", [1]]),
+        ("stop_token_ids", [[], [0, 5]], [[-1], ["a"], [1.5]]),
+        ("logit_bias", [{}, {0: -100, 7: 100}], [{-1: 1}, {0: 101}, {0: math.nan}, {"0": 1}]),
+    ],
+)
+def test_each_parameter_accepts_its_range_and_names_itself_otherwise(
+    name: str, good: list[object], bad: list[object]
+):
+    for value in good:
+        SamplingParams(**{name: value})  # type: ignore[arg-type]
+    for value in bad:
+        with pytest.raises(RequestError) as caught:
+            SamplingParams(**{name: value})  # type: ignore[arg-type]
+        assert caught.value.param == name
+        assert name in str(caught.value)
+
+
+def test_best_of_may_not_be_less_than_n():
+    assert SamplingParams(n=2, best_of=3).num_samples == 3
+    assert SamplingParams(n=2).num_samples == 2
+    with pytest.raises(RequestError, match="best_of=2 is not an integer from 3 to 128"):
+        SamplingParams(n=3, best_of=2)
+
+
+def test_min_tokens_may_not_exceed_max_tokens():
+    SamplingParams(min_tokens=5, max_tokens=5)
+    SamplingParams(min_tokens=50, max_tokens=None)
+    with pytest.raises(RequestError, match="min_tokens=6 is more than max_tokens=5"):
+        SamplingParams(min_tokens=6, max_tokens=5)
+
+
+def test_one_stop_string_may_be_given_without_a_list():
+    assert SamplingParams(stop="END").stop == ["END"]
+
+
+def test_request_errors_are_value_errors():
+    with pytest.raises(ValueError, match="temperature"):
+        SamplingParams(temperature=-1)
