@@ -8,12 +8,17 @@ reading and then left. And it waits long for the first headers.
 from __future__ import annotations
 
 import asyncio
+import logging
+from http import HTTPStatus
 from typing import Any
 
+from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 from aiohttp.web_server import Server
 
-from cuengine.api.errors import ApiError, error_body
+from cuengine.api.errors import ApiError, error_body, error_response
+
+logger = logging.getLogger("cuengine.api")
 
 _TIMEOUT_BODY = error_body(ApiError(408, "The request's headers did not arrive in time."))
 _TIMEOUT_ANSWER = (
@@ -49,6 +54,21 @@ class Connection(RequestHandler):
     def eof_received(self) -> None:
         if self._busy:
             self.abort()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """The answer to what is no HTTP: anyone can send that, so it is no error of the server's."""
+        if status >= HTTPStatus.INTERNAL_SERVER_ERROR or request.writer.output_size:
+            return super().handle_error(request, status, exc, message)
+        logger.debug("Not HTTP, from %s", request.remote, exc_info=exc)
+        answer = error_response(ApiError(status, f"This is not HTTP: {message}"))
+        answer.force_close()
+        return answer
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._deadline.cancel()

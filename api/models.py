@@ -22,6 +22,6 @@ def _card(state: ServerState, name: str) -> ModelCard:
     return ModelCard(
         id=name,
         created=state.created,
-        root=engine.config.model,
+        root=state.model_names[0],
         max_model_len=engine.max_model_len,
     )

@@ -30,6 +30,8 @@ logger = logging.getLogger("cuengine.api")
 _IDLE_CONNECTION_SECONDS = 75.0
 # After the engine has stopped, for its streams to say so to their clients.
 _FAREWELL_SECONDS = 2.0
+# For a client to finish sending what is not read any more, and see why.
+_LINGER_SECONDS = 2.0
 _BACKLOG = 1024
 
 
@@ -92,6 +94,7 @@ class RunningServer:
                 server,
                 loop=loop,
                 header_timeout=self._settings.header_timeout,
+                lingering_time=min(_LINGER_SECONDS, self._settings.body_timeout),
                 keepalive_timeout=_IDLE_CONNECTION_SECONDS,
                 access_log=access_log,
                 access_log_format='%a "%r" %s %b %Tfs',

@@ -1,0 +1,72 @@
+"""/metrics: the engine's figures, and latencies seen by the server."""
+
+from __future__ import annotations
+
+from fake_engine import FakeEngine
+from prometheus_client.parser import text_string_to_metric_families
+from serving import Serve, Served, raw_request
+
+from cuengine.stats import EngineStats
+
+
+async def _samples(served: Served) -> dict[str, float]:
+    status, text = await served.get("/metrics")
+    assert status == 200
+    return {
+        sample.name + "".join(f"[{v}]" for k, v in sample.labels.items()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_the_engines_figures_are_shown(serve: Serve) -> None:
+    figures = EngineStats(
+        num_running=2, num_waiting=3, num_blocks=40, num_free_blocks=30, num_used_blocks=10,
+        num_cached_blocks=7, prefix_queries=100, prefix_hits=64, num_preemptions=5, num_steps=9,
+        prompt_tokens=120, generation_tokens=80,
+    )  # fmt: skip
+    samples = await _samples(await serve(FakeEngine(figures=figures)))
+    expected = {
+        "cuengine_requests_running": 2, "cuengine_requests_waiting": 3, "cuengine_kv_blocks": 40,
+        "cuengine_kv_blocks_free": 30, "cuengine_kv_blocks_used": 10,
+        "cuengine_kv_blocks_cached": 7, "cuengine_kv_cache_usage_ratio": 0.25,
+        "cuengine_prefix_cache_queries_total": 100, "cuengine_prefix_cache_hits_total": 64,
+        "cuengine_preemptions_total": 5, "cuengine_engine_steps_total": 9,
+        "cuengine_prompt_tokens_total": 120, "cuengine_generation_tokens_total": 80,
+        "cuengine_model_info[fake-model]": 1,
+    }  # fmt: skip
+    assert {name: samples[name] for name in expected} == expected
+
+
+async def test_latencies_count_requests_and_gaps_between_tokens(serve: Serve) -> None:
+    served = await serve(FakeEngine(text="abcd", delay=0.01))
+    await served.post("/v1/completions", {"prompt": "a", "n": 2})
+    await served.events("/v1/completions", {"prompt": ["a", "b"]})
+    samples = await _samples(served)
+    assert samples["cuengine_time_to_first_token_seconds_count"] == 3
+    assert samples["cuengine_e2e_request_latency_seconds_count"] == 3
+    assert samples["cuengine_time_per_output_token_seconds_count"] == 3
+    # Three gaps in each of four samples of four tokens.
+    assert samples["cuengine_inter_token_latency_seconds_count"] == 12
+    assert samples["cuengine_requests_finished_total[stop]"] == 4
+    gaps = samples["cuengine_inter_token_latency_seconds_sum"]
+    assert gaps <= 2 * samples["cuengine_e2e_request_latency_seconds_sum"]
+    assert gaps >= 12 * 0.009
+
+
+async def test_an_abandoned_request_counts_as_aborted(serve: Serve) -> None:
+    engine = FakeEngine()
+    engine.gate.clear()
+    served = await serve(engine)
+    _, writer = await served.raw(raw_request("/v1/completions", {"prompt": "a"}))
+    await engine.until(lambda: len(engine.calls) == 1)
+    writer.close()
+    await engine.until(lambda: engine.calls[0].aborted)
+    samples = await _samples(served)
+    assert samples["cuengine_requests_finished_total[abort]"] == 1
+
+
+async def test_two_servers_in_one_process_count_apart(serve: Serve) -> None:
+    one, two = await serve(), await serve()
+    await one.post("/v1/completions", {"prompt": "a"})
+    assert (await _samples(two))["cuengine_e2e_request_latency_seconds_count"] == 0
