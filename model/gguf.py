@@ -64,6 +64,7 @@ _NEUTRAL = {
     "use_parallel_residual": False,
     "attention.max_alibi_bias": 0.0,
     "attention.clamp_kqv": 0.0,
+    "attention.scale": 0.0,
     "attention.causal": True,
 }
 
