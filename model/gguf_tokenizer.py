@@ -167,10 +167,11 @@ def _sentencepiece_bpe(
     unknown = _token_id(metadata, "unknown", tokens)
     model["unk_token"] = None if unknown is None else tokens[unknown]
     prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    trim = bool(metadata.get("tokenizer.ggml.remove_extra_whitespaces", False))
     normalizers: list[Json] = []
-    if metadata.get("tokenizer.ggml.remove_extra_whitespaces", False):
+    if trim:
         normalizers += [
-            {"type": "Strip", "strip_left": True, "strip_right": True},
+            {"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""},
             {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "},
         ]
     if prefix:
@@ -184,7 +185,7 @@ def _sentencepiece_bpe(
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
-    if prefix:
+    if prefix or trim:
         decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
     return {
         "normalizer": {"type": "Sequence", "normalizers": normalizers},
@@ -286,7 +287,7 @@ def _added_tokens(tokens: Sequence[str], types: Sequence[int], *, normalized: bo
             "special": token_type in _SPECIAL_TYPES,
         }
         for token_id, (token, token_type) in enumerate(zip(tokens, types, strict=True))
-        if token and token_type in (*_SPECIAL_TYPES, TokenType.USER_DEFINED)
+        if token.strip(" ") and token_type in (*_SPECIAL_TYPES, TokenType.USER_DEFINED)
     ]
 
 

@@ -84,7 +84,9 @@ class Tokenizer:
         read_json_object(path)
         try:
             tokenizer = FastTokenizer.from_file(str(path))
-        except Exception as error:  # the package raises plain Exception, by way of Rust
+        except BaseException as error:  # the package raises plain Exception, and Rust's panics
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
             raise ModelError(f"{path}: not a usable tokenizer: {error}") from None
         config: dict[str, Any] = {}
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
