@@ -6,7 +6,6 @@ keys are those of transformers' LlamaConfig and MistralConfig.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +21,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 _MAX_SIZE = 2**31 - 1
 _MAX_LAYERS = 4096
+_MAX_NUMBER = 1e12
 # What transformers assumes where a Mistral config has no `sliding_window`.
 _MISTRAL_WINDOW = 4096
 
@@ -70,6 +70,19 @@ class ModelConfig:
     dtype: str
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = field(default=())
+
+    @property
+    def context_length(self) -> int:
+        """Positions the model can serve: what its rope stretches those it was trained on to.
+
+        `max_position_embeddings` counts the trained ones by convention with these types, but some
+        models count all of them, which then is the least that is served.
+        """
+        rope = self.rope
+        if rope.rope_type in ("default", "llama3"):
+            return self.max_position_embeddings
+        trained = rope.original_max_position_embeddings or self.max_position_embeddings
+        return max(self.max_position_embeddings, int(trained * rope.factor))
 
 
 def read_model_config(folder: Path) -> ModelConfig:
@@ -152,6 +165,12 @@ def _refuse_other_folders(folder: Path) -> None:
         raise ModelError(f"{folder}: has no config.json; give the GGUF file itself: {ggufs[0]}")
 
 
+def _is_positive(value: Any) -> bool:
+    """Whether this is a number above 0 that is neither infinite nor absurd."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and 0 < value <= _MAX_NUMBER
+
+
 class _Fields:
     """Typed look-ups in a parsed config, with errors that name the file, the key and the value."""
 
@@ -160,7 +179,8 @@ class _Fields:
         self.where = where
 
     def error(self, message: str) -> ModelError:
-        return ModelError(f"{self.where}: {message}")
+        # A hostile value can be long.
+        return ModelError(f"{self.where}: {message[:400]}")
 
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
@@ -179,16 +199,15 @@ class _Fields:
         return value
 
     def number(self, key: str, default: float | None = None, *, minimum: float = 0.0) -> float:
-        """A finite number of at least `minimum`; more than 0 where that is 0."""
+        """A number of at least `minimum`, more than 0 where that is 0, and of a sane size."""
         value = self.values.get(key)
         if value is None:
             if default is None:
                 raise self.error(f"{key} is missing")
             return default
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or value <= 0 or value < minimum:
-            least = f"of at least {minimum:g}" if minimum else "above 0"
-            raise self.error(f"{key}={value!r} is not a number {least}")
+        if not _is_positive(value) or value < minimum:
+            least = f"from {minimum:g}" if minimum else "above 0"
+            raise self.error(f"{key}={value!r} is not a number {least} and up to {_MAX_NUMBER:g}")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
@@ -329,7 +348,7 @@ def _frequency_divisors(rope: _Fields, head_dim: int) -> tuple[float, ...] | Non
     is_right = (
         isinstance(values, list)
         and len(values) == head_dim // 2
-        and all(isinstance(value, (int, float)) and 0 < value < math.inf for value in values)
+        and all(_is_positive(value) for value in values)
     )
     if not is_right:
         raise rope.error(f"frequency_divisors are not {head_dim // 2} numbers above 0")

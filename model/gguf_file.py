@@ -97,7 +97,8 @@ class _Reader:
         self.position = len(MAGIC)
 
     def error(self, message: str) -> ModelError:
-        return ModelError(f"{self.path}: damaged GGUF file: {message}")
+        # A hostile name can be long.
+        return ModelError(f"{self.path}: damaged GGUF file: {message[:400]}")
 
     def take(self, size: int) -> int:
         """Move on by `size` bytes; returns where they begin."""

@@ -15,18 +15,22 @@ from cuengine.model.config import ModelConfig, RopeConfig
 
 Float64 = NDArray[np.float64]
 
+_PIECE = 4096
+
 
 def cos_sin_table(config: ModelConfig, max_len: int) -> NDArray[np.float32]:
     """float32 [max_len, head_dim]: cosines of each position's angles, then their sines.
 
     The attention scale of yarn is multiplied in, so that q·k carries its square.
     """
-    angles = np.outer(np.arange(max_len, dtype=np.float64), frequencies(config))
     table = np.empty((max_len, config.head_dim), np.float32)
-    half = config.head_dim // 2
-    scale = attention_scale(config.rope)
-    np.multiply(np.cos(angles), scale, out=table[:, :half], casting="same_kind")
-    np.multiply(np.sin(angles), scale, out=table[:, half:], casting="same_kind")
+    inverse, scale, half = frequencies(config), attention_scale(config.rope), config.head_dim // 2
+    # In pieces: float64 angles of a long context would take more memory than the table.
+    for start in range(0, max_len, _PIECE):
+        piece = table[start : start + _PIECE]
+        angles = np.outer(np.arange(start, start + len(piece), dtype=np.float64), inverse)
+        np.multiply(np.cos(angles), scale, out=piece[:, :half], casting="same_kind")
+        np.multiply(np.sin(angles), scale, out=piece[:, half:], casting="same_kind")
     return table
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cuengine.errors import ModelError
 from cuengine.model.config import ModelConfig, RopeConfig, parse_model_config, read_model_config
@@ -172,6 +175,35 @@ def test_a_theta_beside_rope_parameters_counts_where_they_have_none() -> None:
 
 
 @pytest.mark.parametrize(
+    ("rope", "expected"),
+    [
+        ({"rope_type": "default"}, 512),
+        ({"rope_type": "linear", "factor": 4.0}, 2048),
+        ({"rope_type": "dynamic", "factor": 2.0}, 1024),
+        ({"rope_type": "yarn", "factor": 4.0}, 2048),
+        # max_position_embeddings may count the stretched context already.
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}, 512),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}, 512),
+        ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 128}, 1024),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 128,
+            },
+            512,
+        ),
+    ],
+)
+def test_the_context_is_what_rope_stretches_the_trained_one_to(
+    rope: dict[str, Any], expected: int
+) -> None:
+    assert parse(rope_parameters=rope).context_length == expected
+
+
+@pytest.mark.parametrize(
     "window", [{"sliding_window": None}, {"sliding_window": 512}, {"sliding_window": 4096}]
 )
 def test_mistral_with_an_inactive_window_is_read(window: dict[str, Any]) -> None:
@@ -241,6 +273,7 @@ def test_without_architectures_the_model_type_decides() -> None:
         ),
         ({"rope_parameters": {"frequency_divisors": [1.0]}}, "frequency_divisors are not 8"),
         ({"rope_theta": 0}, "rope_theta=0"),
+        ({"rope_theta": 1e300}, "rope_theta=1e+300 is not a number above 0 and up to 1e+12"),
         ({"rope_theta": 1, "rope_scaling": {"type": "yarn", "factor": 2}}, "as yarn needs it"),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps='1e-5'"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0"),
@@ -315,3 +348,62 @@ def test_pickled_weights_are_refused_by_name(tmp_path: Path) -> None:
     message = folder_refusal(tmp_path)
     assert "pytorch_model.bin" in message
     assert "Convert them to safetensors or GGUF" in message
+
+
+ROPE_KEYS = [
+    "rope_type",
+    "type",
+    "rope_theta",
+    "factor",
+    "original_max_position_embeddings",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+    "frequency_divisors",
+    "partial_rotary_factor",
+]
+KEYS = [
+    *SIZES,
+    "model_type",
+    "head_dim",
+    "rms_norm_eps",
+    "rope_theta",
+    "tie_word_embeddings",
+    "attention_bias",
+    "mlp_bias",
+    "dtype",
+    "torch_dtype",
+    "bos_token_id",
+    "eos_token_id",
+    "sliding_window",
+    "use_sliding_window",
+    "hidden_act",
+    "quantization_config",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+]
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 2**70),
+    st.just(10**400),
+    st.floats(),
+    st.sampled_from(["", "llama", "silu", "yarn", "dynamic", "llama3", "bfloat16"]),
+)
+VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.text(), SCALARS))
+ROPES = st.dictionaries(st.sampled_from(ROPE_KEYS), VALUES)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(KEYS), VALUES, max_size=4),
+    st.dictionaries(st.sampled_from(["rope_scaling", "rope_parameters"]), ROPES, max_size=1),
+)
+def test_any_json_is_read_or_refused(values: dict[str, Any], ropes: dict[str, Any]) -> None:
+    with suppress(ModelError):
+        parse_model_config({**SIZES, **values, **ropes}, "config.json")
