@@ -104,7 +104,7 @@ def build_parser() -> argparse.ArgumentParser:
     chat = command("chat", "talk to a model in the terminal")
     _add_model(chat)
     chat.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
-    _add_sampling(chat, max_tokens=None)
+    _add_sampling(chat, max_tokens=1024)
     _add_engine(chat)
 
     generate = command("generate", "continue a text, to stdout")
@@ -220,15 +220,14 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int | None) -> None:
+def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     group = parser.add_argument_group("sampling")
-    room = "the room left" if max_tokens is None else str(max_tokens)
     group.add_argument(
         "--max-tokens",
         type=int,
         metavar="N",
         default=max_tokens,
-        help=f"longest output (default: {room})",
+        help="longest output (default: %(default)s)",
     )
     group.add_argument(
         "--temperature",

@@ -25,7 +25,7 @@ HELP = """/reset  forget the conversation
 /help   this
 Ctrl-C stops an answer, what it said so far stays in the conversation."""
 ANSWER_ROOM = 512
-"""Tokens kept free for an answer where --max-tokens doesn't say; at most a quarter of all."""
+"""Tokens kept free for an answer, or --max-tokens if less; at most a quarter of the context."""
 
 Message = dict[str, str]
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     for stream in (sys.stdin, sys.stdout):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
-    name, engine = build_engine(config, lambda _: None)
+    name, engine = build_engine(config)
     if engine.tokenizer is None or engine.chat_template is None:
         raise ModelError(
             f"{name}: has no {'chat template' if engine.tokenizer else 'tokenizer.json'}, "
@@ -146,7 +146,7 @@ class Chat:
     def _fit(self, messages: list[Message]) -> tuple[list[int], int]:
         """The prompt's tokens and how many of the oldest messages had to go to leave room."""
         context = self.engine.max_model_len
-        room = min(self.params.max_tokens or ANSWER_ROOM, context // 4)
+        room = min(self.params.max_tokens or ANSWER_ROOM, ANSWER_ROOM, context // 4)
         for dropped in range(0, len(messages), 2):
             token_ids = self._render(messages[dropped:])
             if len(token_ids) + room <= context:

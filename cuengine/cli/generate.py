@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     if args.seed is None:
         config.seed = secrets.randbits(31)
     prompt = _prompt(args)
-    name, engine = build_engine(config, lambda _: None)
+    name, engine = build_engine(config)
     loaded = time.perf_counter() - started
     result = asyncio.run(_generate(engine, args, prompt))
     if args.json:

@@ -11,7 +11,7 @@ from cuengine.model.config import read_model_config
 
 
 def run(args: argparse.Namespace) -> int:
-    name, folder = model_folder(engine_config(args), progress=True)
+    name, folder = model_folder(engine_config(args))
     config = read_model_config(folder)
     print(f"{name}: {config.architecture}, {config.num_layers} layers, {config.dtype}")
     print(f"in {folder} ({format_size(folder_size(folder))})")

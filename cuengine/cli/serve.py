@@ -5,25 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import time
 
 from cuengine.api.settings import ServerSettings
 from cuengine.cli.arguments import UsageError, engine_config
-from cuengine.cli.start import build_engine, note
+from cuengine.cli.start import build_engine
 from cuengine.errors import ConfigError
 
 
 def run(args: argparse.Namespace) -> int:
-    started = time.perf_counter()
-    config = engine_config(args)
     settings = _settings(args)
-    name, engine = build_engine(config, note)
+    name, engine = build_engine(engine_config(args))
     if not settings.served_model_names:
         settings = dataclasses.replace(settings, served_model_names=(name,))
 
     from cuengine.api.server import run_server
 
-    note(f"server  starting, {time.perf_counter() - started:.1f} s in all")
     run_server(engine, settings)
     return 0
 
