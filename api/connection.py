@@ -62,7 +62,7 @@ class Connection(RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """The answer to what is no HTTP: anyone can send that, so it is no error of the server's."""
+        """The answer to what is no HTTP. Anyone can send that: it is no error of the server's."""
         if status >= HTTPStatus.INTERNAL_SERVER_ERROR or request.writer.output_size:
             return super().handle_error(request, status, exc, message)
         logger.debug("Not HTTP, from %s", request.remote, exc_info=exc)

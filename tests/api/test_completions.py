@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from serving import Serve
 from fake_engine import FakeEngine
+from serving import Serve
 
 URL = "/v1/completions"
 

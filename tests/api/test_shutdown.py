@@ -137,7 +137,7 @@ def test_a_port_in_use_is_one_clear_error_and_the_engine_is_not_started() -> Non
 
 
 def test_a_host_that_is_none_is_one_clear_error() -> None:
-    with pytest.raises(ConfigError, match="no.such.host"):
+    with pytest.raises(ConfigError, match=r"no\.such\.host"):
         run_server(FakeEngine(), ServerSettings(host="no.such.host.invalid", port=0))
 
 
