@@ -48,7 +48,7 @@ def load_engine(config: EngineConfig) -> Engine:
         files = find_model(config.model, revision=config.revision, progress=progress)
         folder = _folder(files, progress=progress)
         model_config = read_model_config(folder)
-    max_model_len = _max_model_len(config, model_config.max_position_embeddings)
+    max_model_len = _max_model_len(config, model_config.context_length)
     device = select_device(config.device, config.dtype)
     with _phase("weights"):
         weights = load_weights(
