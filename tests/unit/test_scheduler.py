@@ -368,6 +368,23 @@ def test_prompt_logprobs_run_the_whole_prompt_whatever_is_cached():
     assert len(output.prompt_logprobs) == 20
 
 
+def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt():
+    engine, _ = make_engine(num_blocks=8, budget=4)
+    engine.add_request("first", [1] * 8, greedy(max_tokens=40))
+    while not engine.scheduler.running or engine.scheduler.running[0].num_output < 5:
+        engine.step()
+    prompt = [2 + i % 5 for i in range(40)]
+    engine.add_request("second", prompt, greedy(max_tokens=1, prompt_logprobs=0))
+    news = []
+    while engine.has_unfinished():
+        news += engine.step()
+    assert engine.stats().num_preemptions > 0
+    [reported] = [output.prompt_logprobs for output in news if output.prompt_logprobs]
+    assert [next(iter(entry.values())).logprob for entry in reported if entry] == pytest.approx(
+        [logprob(prompt[:i], prompt[i]) for i in range(1, len(prompt))]
+    )
+
+
 def test_samples_of_a_request_share_the_prompt_and_copy_on_write():
     engine, model = make_engine()
     params = greedy(n=3, max_tokens=6)
@@ -383,6 +400,19 @@ def test_samples_of_a_request_share_the_prompt_and_copy_on_write():
         expected = expected_output([5] * 12, params, sample)
         assert outputs.tokens["r", sample] == expected[2:]
     assert_whole(engine)
+
+
+def test_the_outputs_of_all_samples_can_be_found_in_the_cache_afterwards():
+    engine, _ = make_engine()
+    params = greedy(n=2, max_tokens=20)
+    engine.add_request("r", [5] * 10, params)
+    run(engine)
+    for sample in range(2):
+        prompt = [5] * 10 + expected_output([5] * 10, params, sample)
+        engine.add_request(f"after{sample}", prompt, greedy(max_tokens=1))
+        outputs = engine.step()
+        assert outputs[0].num_cached_tokens == 24
+        assert [outputs[0].tokens[0].token_id] == expected_output(prompt, greedy(max_tokens=1))
 
 
 def test_waiting_samples_count_against_the_sequence_limit_before_the_fork():
