@@ -173,7 +173,7 @@ async function answer() {
     message.classList.remove("waiting", "writing");
   }
   if (content) mine.push({ role: "assistant", content });
-  else if (problem && mine === conversation) giveBack();
+  else if (mine === conversation) giveBack();
   message.append(element("p", "figures", figures({ sent, first, usage, reason })));
   if (problem) message.append(element("p", "error", problem.message));
   log.scrollTop = log.scrollHeight;
