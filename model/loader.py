@@ -49,7 +49,12 @@ def load_weights(
     require_memory(_parameter_count(config) * dtype.itemsize + table_bytes, device, str(folder))
 
     def load(parts: Sequence[Part]) -> Array:
-        return device.upload(_fused(checkpoint, parts, dtype))
+        fused = _fused(checkpoint, parts, dtype)
+        array = device.upload(fused)
+        if array is not fused:
+            for part in parts:
+                checkpoint.release(part.name)
+        return array
 
     outer = {field: load([part]) for field, part in outer_parts(config).items()}
     layers = [
@@ -133,6 +138,7 @@ def _fused(checkpoint: Checkpoint, parts: Sequence[Part], dtype: np.dtype[Any]) 
     for part in parts:
         end = row + part.shape[0]
         np.copyto(fused[row:end], checkpoint.view(part.name), casting="unsafe")
+        # Now, not when all is fused: the file's pages count as this process's memory too.
         checkpoint.release(part.name)
         row = end
     return fused
