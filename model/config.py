@@ -301,6 +301,8 @@ def _rope(fields: _Fields, head_dim: int) -> RopeConfig:
         if place.values.get("partial_rotary_factor", 1) not in (1, None):
             raise place.error("partial_rotary_factor is not supported; all of head_dim is rotated")
 
+    if any(isinstance(value, dict) for value in rope.values.values()):
+        raise rope.error("rope settings that differ from layer to layer are not supported")
     rope_type = rope.values.get("rope_type", rope.values.get("type", "default"))
     if rope_type not in get_args(RopeType):
         raise rope.error(

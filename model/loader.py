@@ -46,7 +46,7 @@ def load_weights(
     checkpoint = _open_checked(folder, config)
     dtype = _DTYPES[device.dtype]
     table_bytes = 4 * max_model_len * config.head_dim
-    require_memory(_parameter_count(config) * dtype.itemsize + table_bytes, device, str(folder))
+    require_memory(weight_bytes(config, dtype.itemsize) + table_bytes, device, str(folder))
 
     def load(parts: Sequence[Part]) -> Array:
         fused = _fused(checkpoint, parts, dtype)
@@ -78,10 +78,9 @@ def load_weights(
     )
 
 
-def weight_bytes(folder: Path, config: ModelConfig, itemsize: int) -> int:
-    """Bytes of the weights at `itemsize` bytes each. Raises ModelError as `load_weights` does."""
-    _open_checked(folder, config)
-    return _parameter_count(config) * itemsize
+def weight_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Bytes of all weights at `itemsize` bytes each; tied ones count once."""
+    return itemsize * sum(math.prod(part.shape) for part in all_parts(config))
 
 
 def require_memory(needed: int, device: Device, model: str) -> None:
@@ -96,10 +95,6 @@ def require_memory(needed: int, device: Device, model: str) -> None:
 
 def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
-
-
-def _parameter_count(config: ModelConfig) -> int:
-    return sum(math.prod(part.shape) for part in all_parts(config))
 
 
 def _open_checked(folder: Path, config: ModelConfig) -> Checkpoint:

@@ -207,13 +207,13 @@ PARAMETERS = 2 * 2048 + 32 + 2 * (1024 + 2 * 512 + 1024 + 3 * 2048 + 2 * 32)
 
 def test_weight_bytes_counts_every_parameter_once(tmp_path: Path) -> None:
     config = write_model(tmp_path)
-    assert weight_bytes(tmp_path, config, 2) == 2 * PARAMETERS
+    assert weight_bytes(config, 2) == 2 * PARAMETERS
 
 
 def test_tied_weights_count_once(tiny_model: Callable[[str], Path]) -> None:
     folder = tiny_model("mqa_headdim")
     total = sum(x.size for x in tensors_of(folder).values())
-    assert weight_bytes(folder, read_model_config(folder), 4) == 4 * total
+    assert weight_bytes(read_model_config(folder), 4) == 4 * total
 
 
 def test_a_model_that_cannot_fit_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -270,7 +270,7 @@ def test_peak_memory_is_at_most_the_weights_and_the_largest_tensor(
         num_hidden_layers=8,
         vocab_size=16384,
     )
-    final = weight_bytes(tmp_path, config, 4)
+    final = weight_bytes(config, 4)
     largest = 16384 * 512 * 4
     assert final > 8 * largest  # so that a second copy of everything could not hide
     command = [sys.executable, "-c", MEASURE, str(tmp_path), how]

@@ -251,6 +251,7 @@ def test_without_architectures_the_model_type_decides() -> None:
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
         ({"rope_scaling": {"type": "longrope", "factor": 2}}, "'longrope' is not supported"),
         ({"rope_parameters": {"rope_type": ["yarn"]}}, "['yarn'] is not supported"),
+        ({"rope_parameters": {"full_attention": {}}}, "differ from layer to layer"),
         ({"rope_parameters": "yarn"}, "rope_parameters='yarn' is not an object"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
         ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor=0.5"),
