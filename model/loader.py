@@ -50,7 +50,7 @@ def load_weights(
 
     def load(parts: Sequence[Part]) -> Array:
         fused = _fused(checkpoint, parts, dtype)
-        array = device.upload(fused)
+        array = device.upload_matrix(fused) if fused.ndim == 2 else device.upload(fused)
         if array is not fused:
             for part in parts:
                 checkpoint.release(part.name)

@@ -1,4 +1,4 @@
-"""The `cpu` device: NumPy arrays in float32, products by NumPy's BLAS.
+"""The `cpu` device: NumPy arrays in float32; products by packed.py, or by NumPy's BLAS.
 
 What the operations compute is in numpy_kernels.py and numba_kernels.py; this module owns memory.
 """
@@ -15,6 +15,11 @@ from cuengine.batch import Batch, Float32, SamplerOutput, SamplingBatch
 from cuengine.device import numpy_kernels, sampler
 from cuengine.device.interface import AttentionShape
 
+try:
+    from cuengine.device import packed
+except ImportError:  # no Numba
+    packed = None  # type: ignore[assignment]
+
 
 class CpuDevice:
     """Implements `Device`. Arrays are C-contiguous float32 numpy.ndarrays; a step is its Batch."""
@@ -30,6 +35,10 @@ class CpuDevice:
             return np.ascontiguousarray(array)
         return np.ascontiguousarray(array, dtype=np.float32)
 
+    def upload_matrix(self, array: NDArray[Any]) -> Any:
+        weight = self.upload(array)
+        return weight if packed is None else packed.pack(weight)
+
     def download(self, array: NDArray[Any]) -> NDArray[Any]:
         return array
 
@@ -44,11 +53,13 @@ class CpuDevice:
     def stage(self, batch: Batch) -> Batch:
         return batch
 
-    def embedding(self, weight: Float32, staged: Batch) -> Float32:
-        return weight[staged.token_ids]
+    def embedding(self, weight: Any, staged: Batch) -> Float32:
+        ids = staged.token_ids
+        rows: Float32 = weight[ids] if packed is None else weight.rows(ids)
+        return rows
 
-    def linear(self, x: Float32, weight: Float32, bias: Float32 | None = None) -> Float32:
-        out: Float32 = x @ weight.T
+    def linear(self, x: Float32, weight: Any, bias: Float32 | None = None) -> Float32:
+        out: Float32 = x @ weight.T if packed is None else packed.linear(x, weight)
         if bias is not None:
             out += bias
         return out

@@ -32,7 +32,7 @@ class AttentionShape:
 
 
 class Device(Protocol):
-    """Weights are [out_features, in_features], as checkpoints have them.
+    """Weights are [out_features, in_features], as checkpoints have them, when uploaded.
 
     Results may live in buffers that the next call of the same operation reuses.
     """
@@ -47,6 +47,10 @@ class Device(Protocol):
 
     def upload(self, array: NDArray[Any]) -> Array:
         """The array in device memory, floats in the device's dtype. May be the argument itself."""
+        ...
+
+    def upload_matrix(self, array: NDArray[Any]) -> Array:
+        """A weight [out, in] for `linear` or `embedding`, laid out as this device multiplies it."""
         ...
 
     def download(self, array: Array) -> NDArray[Any]: ...
@@ -69,7 +73,10 @@ class Device(Protocol):
         ...
 
     def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Array:
-        """x [num_tokens, in] @ weight.T + bias -> [num_tokens, out], accumulated in float32."""
+        """x [num_tokens, in] @ weight.T + bias -> [num_tokens, out], accumulated in float32.
+
+        weight: from `upload_matrix`, as `embedding`'s.
+        """
         ...
 
     def rms_norm(self, x: Array, weight: Array, eps: float) -> Array:

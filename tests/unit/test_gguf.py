@@ -220,12 +220,14 @@ def test_a_tiny_model_comes_back_as_its_checkpoint(
     assert config.dtype == "float32"
 
 
-def test_loading_the_converted_model_copies_nothing(
-    tiny_model: Callable[[str], Path], tmp_path: Path
+def test_the_converted_model_has_every_matrix_as_a_device_can_use_it_in_place(
+    tiny_model: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = convert_gguf(tiny_gguf(tmp_path / "x.gguf", tiny_model("bias")), progress=False)
+    device = CpuDevice()
+    monkeypatch.setattr(device, "upload_matrix", device.upload)
     weights = load_weights(
-        folder, read_model_config(folder), CpuDevice(), max_model_len=16, progress=False
+        folder, read_model_config(folder), device, max_model_len=16, progress=False
     )
     for layer in weights.layers:
         for matrix in (layer.qkv, layer.gate_up, layer.o, layer.down, layer.qkv_bias):

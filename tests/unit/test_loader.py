@@ -26,7 +26,7 @@ from cuengine.model.rope import cos_sin_table
 
 @dataclass
 class FakeDevice(CpuDevice):
-    """A device of any dtype and size that remembers what it was given."""
+    """A device of any dtype and size that keeps what it is given as it is, and remembers it."""
 
     dtype: str = "float32"
     free: int = 2**40
@@ -39,12 +39,17 @@ class FakeDevice(CpuDevice):
         self.uploads.append(array)
         return array
 
+    upload_matrix = upload
+
+    def upload_matrix(self, array: NDArray[Any]) -> NDArray[Any]:
+        return self.upload(array)
+
 
 def load(folder: Path, device: Any = None, config: ModelConfig | None = None) -> LlamaWeights:
     return load_weights(
         folder,
         config or read_model_config(folder),
-        device or CpuDevice(),
+        device or FakeDevice(),
         max_model_len=96,
         progress=False,
     )
@@ -245,8 +250,8 @@ def memory(key):
 before = memory("VmRSS")
 folder = Path(sys.argv[1])
 device = CpuDevice()
-if sys.argv[2] == "copied":
-    device.upload = lambda array: array.copy()
+if sys.argv[2] == "in place":
+    device.upload_matrix = device.upload
 weights = load_weights(
     folder, read_model_config(folder), device, max_model_len=128, progress=False
 )
@@ -255,7 +260,7 @@ print(memory("VmHWM") - before)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "how"), [("F32", "in place"), ("F32", "copied"), ("BF16", "converted")]
+    ("dtype", "how"), [("F32", "in place"), ("F32", "packed"), ("BF16", "packed")]
 )
 def test_peak_memory_is_at_most_the_weights_and_the_largest_tensor(
     tmp_path: Path, dtype: str, how: str
@@ -275,7 +280,7 @@ def test_peak_memory_is_at_most_the_weights_and_the_largest_tensor(
     assert final > 8 * largest  # so that a second copy of everything could not hide
     command = [sys.executable, "-c", MEASURE, str(tmp_path), how]
     peak = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    if how == "in place":
+    if (dtype, how) == ("F32", "in place"):
         assert peak < final / 8
     else:
         assert final * 0.9 < peak <= final + largest

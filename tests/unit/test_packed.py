@@ -1,0 +1,44 @@
+"""Products with packed weights, against NumPy in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+packed = pytest.importorskip("cuengine.device.packed", reason="needs numba")
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).standard_normal(shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("out_features", [1, 7, packed.PANEL, packed.PANEL + 1, 5 * packed.PANEL])
+@pytest.mark.parametrize("in_features", [1, 5, 16, 67])
+def test_products_agree_with_float64_for_every_number_of_rows_a_tile_can_have(
+    out_features: int, in_features: int
+) -> None:
+    weight = normal(out_features, in_features)
+    matrix = packed.pack(weight)
+    for num_rows in range(2 * packed.ROWS + 2):
+        x = normal(num_rows, in_features)
+        expected = x.astype(np.float64) @ weight.astype(np.float64).T
+        np.testing.assert_allclose(packed.linear(x, matrix), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_row_of_the_result_does_not_depend_on_how_many_others_there_are() -> None:
+    matrix, x = packed.pack(normal(96, 64)), normal(50, 64)
+    whole = packed.linear(x, matrix)
+    for num_rows in (1, 2, 7, 12, 13, 49):
+        np.testing.assert_array_equal(packed.linear(x[:num_rows], matrix), whole[:num_rows])
+
+
+def test_an_input_that_is_a_view_is_multiplied_as_what_it_shows() -> None:
+    weight, wide = normal(33, 20), normal(9, 40)
+    expected = packed.linear(np.ascontiguousarray(wide[:, ::2]), packed.pack(weight))
+    np.testing.assert_array_equal(packed.linear(wide[:, ::2], packed.pack(weight)), expected)
+
+
+def test_rows_of_a_packed_weight_are_those_that_were_packed() -> None:
+    weight = normal(packed.PANEL + 3, 10)
+    ids = np.array([packed.PANEL + 2, 0, packed.PANEL, 0], np.int32)
+    np.testing.assert_array_equal(packed.pack(weight).rows(ids), weight[ids])
