@@ -16,6 +16,8 @@ from cuengine.errors import EngineStoppedError, RequestError
 
 logger = logging.getLogger("cuengine.api")
 
+MAX_MESSAGE = 2000
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -80,7 +82,10 @@ def error_body(error: ApiError) -> bytes:
     kind = (
         "server_error" if error.status >= HTTPStatus.INTERNAL_SERVER_ERROR else _client_type(error)
     )
-    return _encoder.encode(ErrorBody(ErrorInfo(error.message, kind, error.param, error.code)))
+    message = error.message
+    if len(message) > MAX_MESSAGE:  # it may quote what the client sent
+        message = message[:MAX_MESSAGE] + " ..."
+    return _encoder.encode(ErrorBody(ErrorInfo(message, kind, error.param, error.code)))
 
 
 def _client_type(error: ApiError) -> str:

@@ -57,6 +57,8 @@ ROUTES = (
 def add_routes(app: web.Application, state: ServerState) -> None:
     for route in ROUTES:
         app.router.add_route(route.method, route.path, _bind(route, state))
+        if route.method == "GET":
+            app.router.add_route("HEAD", route.path, _bind(route, state))
 
 
 def _bind(route: Route, state: ServerState) -> _Handler:

@@ -22,7 +22,14 @@ from cuengine.api.settings import ServerSettings
 from cuengine.api.state import STATE, ServerState
 from cuengine.errors import ConfigError
 
-__all__ = ["RunningServer", "ServerSettings", "create_app", "run_server", "running_server"]
+__all__ = [
+    "RunningServer",
+    "ServerSettings",
+    "create_app",
+    "listen",
+    "run_server",
+    "running_server",
+]
 
 logger = logging.getLogger("cuengine.api")
 
@@ -57,7 +64,9 @@ def create_app(engine: ServingEngine, settings: ServerSettings) -> web.Applicati
 class RunningServer:
     """A server that listens. `stop` may be called at any time, and more than once."""
 
-    def __init__(self, app: web.Application, settings: ServerSettings) -> None:
+    def __init__(
+        self, app: web.Application, settings: ServerSettings, listening: socket.socket
+    ) -> None:
         self._state = app[STATE]
         self._settings = settings
         self._runner = web.AppRunner(
@@ -66,8 +75,9 @@ class RunningServer:
             shutdown_timeout=_FAREWELL_SECONDS,
             access_log=None,
         )
+        self._listening = listening
         self._listener: asyncio.Server | None = None
-        self.port = settings.port
+        self.port: int = listening.getsockname()[1]
 
     @property
     def url(self) -> str:
@@ -76,14 +86,8 @@ class RunningServer:
         return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
     async def start(self) -> None:
-        """Raises ConfigError where the address cannot be had, before the engine is started."""
-        listening = _listen(self._settings.host, self._settings.port)
-        self.port = listening.getsockname()[1]
-        try:
-            await self._runner.setup()
-        except BaseException:
-            listening.close()
-            raise
+        """Start the engine, then take connections."""
+        await self._runner.setup()
         server = self._runner.server
         assert server is not None
         loop = asyncio.get_running_loop()
@@ -100,7 +104,7 @@ class RunningServer:
                 access_log_format='%a "%r" %s %b %Tfs',
             )
 
-        self._listener = await loop.create_server(connect, sock=listening, backlog=_BACKLOG)
+        self._listener = await loop.create_server(connect, sock=self._listening, backlog=_BACKLOG)
 
     async def drain(self) -> None:
         """Refuse what is new with 503 and wait until what runs is done."""
@@ -116,32 +120,39 @@ class RunningServer:
         self._state.draining = True
         if self._listener is not None:
             self._listener.close()
+        self._listening.close()
         await self._state.engine.stop()
         await self._runner.cleanup()
 
 
 @asynccontextmanager
 async def running_server(
-    engine: ServingEngine, settings: ServerSettings
+    engine: ServingEngine, settings: ServerSettings, listening: socket.socket | None = None
 ) -> AsyncIterator[RunningServer]:
-    """A server in the running loop, stopped at the end of the block."""
-    server = RunningServer(create_app(engine, settings), settings)
-    await server.start()
+    """A server in the running loop, stopped at the end of the block; arguments as `run_server`."""
+    listening = listen(settings) if listening is None else listening
+    server = RunningServer(create_app(engine, settings), settings, listening)
     try:
+        await server.start()
         yield server
     finally:
         await server.stop()
 
 
-def run_server(engine: ServingEngine, settings: ServerSettings) -> None:
+def run_server(
+    engine: ServingEngine, settings: ServerSettings, listening: socket.socket | None = None
+) -> None:
     """Serve until SIGTERM or SIGINT, then drain; a second signal stops at once.
 
+    listening  what `listen` gave, for whom an address in use should show before a model is loaded
     Raises ConfigError where the address cannot be had.
     """
-    asyncio.run(_serve(engine, settings))
+    asyncio.run(_serve(engine, settings, listening))
 
 
-async def _serve(engine: ServingEngine, settings: ServerSettings) -> None:
+async def _serve(
+    engine: ServingEngine, settings: ServerSettings, listening: socket.socket | None
+) -> None:
     loop = asyncio.get_running_loop()
     first, second = asyncio.Event(), asyncio.Event()
 
@@ -150,7 +161,7 @@ async def _serve(engine: ServingEngine, settings: ServerSettings) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    async with running_server(engine, settings) as server:
+    async with running_server(engine, settings, listening) as server:
         names = settings.served_model_names or (engine.config.model,)
         logger.info("Serving %s at %s", ", ".join(names), server.url)
         await first.wait()
@@ -170,8 +181,12 @@ async def _serve(engine: ServingEngine, settings: ServerSettings) -> None:
     logger.info("Stopped")
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A bound TCP socket. An empty host is every address."""
+def listen(settings: ServerSettings) -> socket.socket:
+    """A socket bound to host and port, which takes connections once the server runs.
+
+    An empty host is every address. Raises ConfigError where the address cannot be had.
+    """
+    host, port = settings.host, settings.port
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

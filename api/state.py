@@ -23,6 +23,7 @@ T = TypeVar("T")
 # Tokenizing and templates are pure computation: two threads keep one long prompt from holding up
 # the short ones behind it, more would only take time from the engine's thread.
 TOKENIZER_THREADS = 2
+MAX_IGNORED_FIELDS = 200
 
 
 class ServerState:
@@ -77,11 +78,15 @@ class ServerState:
 
     def note_ignored(self, route: str, fields: set[str]) -> None:
         """Log request fields that have no meaning here, each once."""
-        new = fields - self._ignored_fields
         # A client that makes names up must not fill the log, nor this set.
-        if new and len(self._ignored_fields) < 1000:
-            self._ignored_fields |= new
-            logger.warning("%s: fields that mean nothing here: %s", route, ", ".join(sorted(new)))
+        room = MAX_IGNORED_FIELDS - len(self._ignored_fields)
+        if room <= 0:
+            return
+        new = sorted(name for name in fields - self._ignored_fields if len(name) < 100)[:room]
+        if new:
+            self._ignored_fields.update(new)
+            names = ", ".join(map(repr, new))
+            logger.warning("%s: fields that mean nothing here: %s", route, names)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -218,6 +218,25 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         metavar="KEY",
         help="clients must send one of these (default: $CUENGINE_API_KEY, else none is asked for)",
     )
+    group.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        metavar="ORIGIN",
+        help="web pages from there may call this server; *: all (default: none but its own)",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="what running requests are given to end after SIGTERM (%(default)g)",
+    )
+    group.add_argument(
+        "--access-log",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="log every request (on)",
+    )
 
 
 def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:

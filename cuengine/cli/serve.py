@@ -14,13 +14,15 @@ from cuengine.errors import ConfigError
 
 def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
+
+    from cuengine.api.server import listen, run_server
+
+    listening = listen(settings)  # an address in use shows now, not after the model is loaded
     name, engine = build_engine(engine_config(args))
     if not settings.served_model_names:
         settings = dataclasses.replace(settings, served_model_names=(name,))
 
-    from cuengine.api.server import run_server
-
-    run_server(engine, settings)
+    run_server(engine, settings, listening)
     return 0
 
 
@@ -32,6 +34,9 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
             port=args.port,
             served_model_names=tuple(args.served_model_name or ()),
             api_keys=tuple(args.api_key or ([key] if key else [])),
+            cors_origins=tuple(args.allowed_origins or ()),
+            drain_timeout=args.drain_timeout,
+            access_log=args.access_log,
         )
     except ConfigError as error:
         raise UsageError(str(error)) from error

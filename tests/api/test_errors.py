@@ -195,6 +195,25 @@ async def test_unknown_fields_are_ignored_and_logged_once(
     assert not [r for r in caplog.records if "user" in r.getMessage()]
 
 
+async def test_what_a_client_sends_fills_neither_answers_nor_the_log(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = await serve()
+    status, error = await served.error(CHAT, HI | {"model": "m" * 100_000})
+    assert status == 404
+    assert len(error["message"]) < 3000
+    with caplog.at_level(logging.WARNING, "cuengine.api"):
+        for i in range(5):
+            await served.post(CHAT, HI | {f"made up {i} {j}": 1 for j in range(1000)})
+    assert sum(len(record.getMessage()) for record in caplog.records) < 30_000
+
+
+async def test_health_can_be_asked_by_head(serve: Serve) -> None:
+    served = await serve()
+    async with served.session.head(served.server.url + "/health") as response:
+        assert response.status == 200
+
+
 async def test_tokenize_and_detokenize_have_vllms_shapes(serve: Serve) -> None:
     served = await serve()
     _, answer = await served.post("/tokenize", {"prompt": "hé", "return_token_strs": True})
