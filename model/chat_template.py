@@ -30,6 +30,7 @@ from cuengine.model.json_file import read_json_object
 from cuengine.model.tokenizer import SPECIAL_TOKEN_NAMES, token_content
 
 MAX_PROMPT_CHARACTERS = 16 * 1024 * 1024
+MAX_POWER_BITS = 2**16
 MAX_CPU_SECONDS = 5.0
 
 _IN_TIME = "in_time"
@@ -53,8 +54,9 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
-            if isinstance(left, int) and isinstance(right, int) and abs(right) > 1000:
-                raise SecurityError(f"a power of {right}")
+            whole = isinstance(left, int) and isinstance(right, int)
+            if whole and left.bit_length() * right > MAX_POWER_BITS:
+                raise SecurityError(f"a power with the exponent {right}")
         else:
             for value, count in ((left, right), (right, left)):
                 copied = isinstance(value, str | list | tuple) and isinstance(count, int)
