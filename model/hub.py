@@ -166,8 +166,8 @@ def _unreachable(where: str, error: Exception) -> str:
 
     if HF_HUB_OFFLINE:
         return (
-            f"{where}: is not wholly in the hub's cache, and HF_HUB_OFFLINE is set. "
-            "Unset it and pull the model once"
+            f"{where}: no such folder here, not wholly in the hub's cache, and HF_HUB_OFFLINE is "
+            "set. Unset it and pull the model once"
         )
     cause: BaseException = error
     while cause.__cause__ is not None:
@@ -175,7 +175,7 @@ def _unreachable(where: str, error: Exception) -> str:
     if isinstance(error, OSError) and error.errno is not None:
         return f"{where}: cannot be stored: {error}. HF_HOME names another folder for the cache"
     return (
-        f"{where}: is not wholly in the hub's cache, and the hub cannot be reached "
-        f"({type(cause).__name__}: {' '.join(str(cause).split())}). "
+        f"{where}: no such folder here, not wholly in the hub's cache, and the hub cannot be "
+        f"reached ({type(cause).__name__}: {' '.join(str(cause).split())}). "
         "Check the network, HF_ENDPOINT and the proxy settings"
     )
