@@ -104,12 +104,13 @@ class Tokenizer:
         that is not Unicode (lone surrogates).
         """
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise RequestError(
                 f"text is not valid Unicode: {text[error.start : error.end]!r} at character "
                 f"{error.start} is half of a surrogate pair"
             ) from None
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
 
