@@ -2,7 +2,7 @@
 
 Fuses q, k, v and gate, up, converts to the device's dtype and uploads, one matrix at a time. Where
 a fused matrix already lies in the file in the right dtype, as the GGUF conversion writes it, the
-device is given a view of the file: on `cpu` nothing is copied at all.
+device is given a view of the file, and decides itself whether to copy it.
 """
 
 from __future__ import annotations

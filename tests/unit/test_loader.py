@@ -39,8 +39,6 @@ class FakeDevice(CpuDevice):
         self.uploads.append(array)
         return array
 
-    upload_matrix = upload
-
     def upload_matrix(self, array: NDArray[Any]) -> NDArray[Any]:
         return self.upload(array)
 
