@@ -164,6 +164,26 @@ async def test_random_clients_some_of_which_vanish_leave_nothing_behind(served: 
     await _all_blocks_free(served)
 
 
+async def test_tokenizing_a_long_text_lets_the_event_loop_run(served: Served) -> None:
+    tokenizer = served.engine.tokenizer
+    turns = 0
+
+    async def count_turns() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.001)
+            turns += 1
+
+    def encode() -> int:
+        before = turns
+        assert len(tokenizer.encode("wörd " * 200_000)) == 1_200_000
+        return turns - before
+
+    counting = asyncio.create_task(count_turns())
+    assert await asyncio.to_thread(encode) > 20
+    counting.cancel()
+
+
 async def test_metrics_follow_the_engine(served: Served) -> None:
     for _ in range(2):
         await served.post(COMPLETIONS, {"prompt": "x" * 100, "max_tokens": 5, "ignore_eos": True})
