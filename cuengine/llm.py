@@ -187,8 +187,9 @@ def append_delta(output: RequestOutput, delta: RequestDelta) -> None:
 
 
 def _token_ids(prompt: Any) -> list[int]:
-    if isinstance(prompt, Mapping) and isinstance(prompt.get("prompt_token_ids"), Sequence):
-        return [int(token) for token in prompt["prompt_token_ids"]]
+    ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
+    if isinstance(ids, Sequence) and all(isinstance(token, int) for token in ids):
+        return list(ids)
     raise RequestError(
         f"A prompt is a string or {{'prompt_token_ids': [...]}}, not {prompt!r:.80}", param="prompt"
     )

@@ -40,6 +40,8 @@ def test_a_bad_prompt_is_refused_before_anything_runs(llm: LLM):
         llm.generate([{"prompt_token_ids": [5]}, {"prompt_token_ids": [999]}], greedy())
     with pytest.raises(RequestError, match="A prompt is a string or"):
         llm.generate([7], greedy())  # type: ignore[list-item]
+    with pytest.raises(RequestError, match="A prompt is a string or"):
+        llm.generate({"prompt_token_ids": "12"}, greedy())  # type: ignore[typeddict-item]
     with pytest.raises(RequestError, match="params: 2 for 1 prompts"):
         llm.generate("x", [greedy(), greedy()])
     assert not llm.engine.has_unfinished()
