@@ -84,6 +84,7 @@ class Tokenizer:
         read_json_object(path)
         try:
             tokenizer = FastTokenizer.from_file(str(path))
+            tokenizer.encode("a")  # some defects, such as an unknown unk_token, show only now
         except BaseException as error:  # the package raises plain Exception, and Rust's panics
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise

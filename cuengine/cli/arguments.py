@@ -206,23 +206,23 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=_port, default=8000, help="0: a free one (%(default)s)")
     group.add_argument(
         "--served-model-name",
-        nargs="+",
-        action="extend",
+        action="append",
         metavar="NAME",
-        help="names that clients may ask for (default: the model's)",
+        help="a name that clients may ask for; may be repeated (default: the model's)",
     )
     group.add_argument(
         "--api-key",
-        nargs="+",
-        action="extend",
+        action="append",
         metavar="KEY",
-        help="clients must send one of these (default: $CUENGINE_API_KEY, else none is asked for)",
+        help="clients must send this key; may be repeated for several (default: $CUENGINE_API_KEY, "
+        "else none is asked for)",
     )
     group.add_argument(
         "--allowed-origins",
-        nargs="+",
+        action="append",
         metavar="ORIGIN",
-        help="web pages from there may call this server; *: all (default: none but its own)",
+        help="web pages from there may call this server; *: all; may be "
+        "repeated (default: none but its own)",
     )
     group.add_argument(
         "--drain-timeout",

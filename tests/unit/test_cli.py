@@ -343,3 +343,9 @@ async def test_a_message_that_is_refused_is_forgotten() -> None:
         await chat.answer("b" * 200)
     await chat.answer("c")
     assert engine.prompts[-1] == "u:a;a:ok;u:c;"
+
+
+def test_a_model_after_a_flag_that_may_be_repeated_is_the_model() -> None:
+    flags = "--api-key a --api-key b --served-model-name n"
+    args = build_parser().parse_args(["serve", *flags.split(), "model"])
+    assert (args.model, args.api_key, args.served_model_name) == ("model", ["a", "b"], ["n"])

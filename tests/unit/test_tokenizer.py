@@ -211,6 +211,11 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
             b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": ["a b"]}}',
             "not a usable tokenizer",
         ),
+        (
+            b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"b": 0}, "merges": [], '
+            b'"unk_token": "<unk>"}}',
+            "not a usable tokenizer",
+        ),
     ],
 )
 def test_a_broken_tokenizer_is_refused_in_one_line(
