@@ -1,12 +1,16 @@
-"""The `cpu` device: NumPy arrays in float32; products by packed.py, or by NumPy's BLAS.
+"""The `cpu` device: NumPy arrays in float32, kernels in Numba, or in NumPy where there is none.
 
-What the operations compute is in numpy_kernels.py and numba_kernels.py; this module owns memory.
+What the operations compute is in packed.py, numba_kernels.py and numba_sampler.py, or else in
+numpy_kernels.py and sampler.py; this module owns memory and threads.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,17 +19,73 @@ from cuengine.batch import Batch, Float32, SamplerOutput, SamplingBatch
 from cuengine.device import numpy_kernels, sampler
 from cuengine.device.interface import AttentionShape
 
-try:
-    from cuengine.device import packed
-except ImportError:  # no Numba
-    packed = None  # type: ignore[assignment]
+logger = logging.getLogger(__name__)
+
+
+class Kernels(Protocol):
+    """What numpy_kernels.py and numba_kernels.py have in common; results go to `out`."""
+
+    def rms_norm(self, x: Float32, weight: Float32, eps: float, out: Float32) -> None: ...
+
+    def add_rms_norm(
+        self, x: Float32, residual: Float32, weight: Float32, eps: float, out: Float32
+    ) -> None: ...
+
+    def silu_mul(self, gate_up: Float32, out: Float32) -> None: ...
+
+    def rotary_cache(
+        self,
+        qkv: Float32,
+        cos_sin: Float32,
+        kv_layer: Float32,
+        batch: Batch,
+        shape: AttentionShape,
+        out: Float32,
+    ) -> None: ...
+
+    def paged_attention(
+        self, q: Float32, kv_layer: Float32, batch: Batch, shape: AttentionShape, out: Float32
+    ) -> None: ...
 
 
 class CpuDevice:
-    """Implements `Device`. Arrays are C-contiguous float32 numpy.ndarrays; a step is its Batch."""
+    """Implements `Device`. Arrays are C-contiguous float32 numpy.ndarrays; a step is its Batch.
+
+    use_numba: None takes it where it is installed.
+    """
 
     name = "cpu"
     dtype = "float32"
+
+    def __init__(self, *, use_numba: bool | None = None) -> None:
+        self._packed: ModuleType | None = None
+        self._kernels: Kernels = numpy_kernels
+        self._draw_rows: sampler.DrawRows = sampler.draw_rows
+        if use_numba is None:
+            if importlib.util.find_spec("numba") is None:
+                return
+            try:
+                self._load_numba()
+            except ImportError as error:
+                logger.warning("Numba is installed but cannot be imported: %s", error)
+        elif use_numba:
+            self._load_numba()
+
+    def _load_numba(self) -> None:
+        # Importing Numba takes a third of a second; compiling, where its cache is cold, far more.
+        from cuengine.device import numba_setup
+
+        with numba_setup.kernels_defined_here():
+            from cuengine.device import numba_kernels, numba_sampler, packed
+        numba_setup.start_threads(cpu_quota())
+        self._packed = packed
+        self._kernels = numba_kernels
+        self._draw_rows = numba_sampler.draw_rows
+
+    @property
+    def kernels(self) -> str:
+        """Which kernels are in use: "Numba" or "NumPy"."""
+        return "NumPy" if self._packed is None else "Numba"
 
     def free_memory(self) -> int:
         return available_memory()
@@ -37,7 +97,7 @@ class CpuDevice:
 
     def upload_matrix(self, array: NDArray[Any]) -> Any:
         weight = self.upload(array)
-        return weight if packed is None else packed.pack(weight)
+        return weight if self._packed is None else self._packed.pack(weight)
 
     def download(self, array: NDArray[Any]) -> NDArray[Any]:
         return array
@@ -55,28 +115,28 @@ class CpuDevice:
 
     def embedding(self, weight: Any, staged: Batch) -> Float32:
         ids = staged.token_ids
-        rows: Float32 = weight[ids] if packed is None else weight.rows(ids)
+        rows: Float32 = weight[ids] if self._packed is None else weight.rows(ids)
         return rows
 
     def linear(self, x: Float32, weight: Any, bias: Float32 | None = None) -> Float32:
-        out: Float32 = x @ weight.T if packed is None else packed.linear(x, weight)
+        out: Float32 = x @ weight.T if self._packed is None else self._packed.linear(x, weight)
         if bias is not None:
             out += bias
         return out
 
     def rms_norm(self, x: Float32, weight: Float32, eps: float) -> Float32:
         out = np.empty_like(x)
-        numpy_kernels.rms_norm(x, weight, eps, out)
+        self._kernels.rms_norm(x, weight, eps, out)
         return out
 
     def add_rms_norm(self, x: Float32, residual: Float32, weight: Float32, eps: float) -> Float32:
         out = np.empty_like(x)
-        numpy_kernels.add_rms_norm(x, residual, weight, eps, out)
+        self._kernels.add_rms_norm(x, residual, weight, eps, out)
         return out
 
     def silu_mul(self, gate_up: Float32) -> Float32:
         out = np.empty((len(gate_up), gate_up.shape[1] // 2), np.float32)
-        numpy_kernels.silu_mul(gate_up, out)
+        self._kernels.silu_mul(gate_up, out)
         return out
 
     def rotary_cache(
@@ -88,14 +148,14 @@ class CpuDevice:
         shape: AttentionShape,
     ) -> Float32:
         out = np.empty((len(qkv), shape.num_heads * shape.head_dim), np.float32)
-        numpy_kernels.rotary_cache(qkv, cos_sin, kv_layer, staged, shape, out)
+        self._kernels.rotary_cache(qkv, cos_sin, kv_layer, staged, shape, out)
         return out
 
     def paged_attention(
         self, q: Float32, kv_layer: Float32, staged: Batch, shape: AttentionShape
     ) -> Float32:
         out = np.empty_like(q)
-        numpy_kernels.paged_attention(q, kv_layer, staged, shape, out)
+        self._kernels.paged_attention(q, kv_layer, staged, shape, out)
         return out
 
     def take_rows(self, x: Float32, staged: Batch) -> Float32:
@@ -107,7 +167,7 @@ class CpuDevice:
             kv_cache[:, :, target] = kv_cache[:, :, source]
 
     def sample(self, logits: Float32, sampling: SamplingBatch) -> SamplerOutput:
-        return sampler.sample(logits, sampling)
+        return sampler.sample(logits, sampling, self._draw_rows)
 
 
 def available_memory(root: Path = Path("/")) -> int:
@@ -117,9 +177,41 @@ def available_memory(root: Path = Path("/")) -> int:
     up to the top.
     """
     free = _meminfo(root / "proc/meminfo")
-    for limit, usage, cache in _cgroups(root):
-        free = min(free, max(0, limit - usage + cache))
+    for limit_name, usage_name, cache_name in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        for folder in _cgroups(root, "memory"):
+            try:
+                limit = (folder / limit_name).read_text().strip()
+                usage = (folder / usage_name).read_text().strip()
+                stat = (folder / "memory.stat").read_text().split()
+            except OSError:
+                continue
+            if limit != "max":
+                cache = int(stat[stat.index(cache_name) + 1]) if cache_name in stat else 0
+                free = min(free, max(0, int(limit) - int(usage) + cache))
     return free
+
+
+def cpu_quota(root: Path = Path("/")) -> int | None:
+    """CPUs that a cgroup's limit lets this process use, rounded up; None: no limit.
+
+    More threads than that would be stopped together, each time that the quota is used up.
+    """
+    quotas = []
+    for folder in _cgroups(root, "cpu"):
+        try:
+            if (folder / "cpu.max").exists():
+                quota, period = (folder / "cpu.max").read_text().split()
+            else:
+                quota = (folder / "cpu.cfs_quota_us").read_text().strip()
+                period = (folder / "cpu.cfs_period_us").read_text().strip()
+        except OSError:
+            continue
+        if quota not in ("max", "-1"):
+            quotas.append(-(-int(quota) // int(period)))
+    return min(quotas, default=None)
 
 
 def _meminfo(path: Path) -> int:
@@ -129,31 +221,21 @@ def _meminfo(path: Path) -> int:
     raise OSError(f"{path}: no MemAvailable line; Linux 3.14 or later is needed")
 
 
-def _cgroups(root: Path) -> list[tuple[int, int, int]]:
-    """(limit, usage, inactive page cache) of each memory cgroup that this process is in."""
-    found = []
+def _cgroups(root: Path, controller: str) -> list[Path]:
+    """Folders of the cgroups, of either version, that limit this process, innermost first."""
     try:
         entries = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
         return []
+    folders = []
     for entry in entries:
         _, controllers, path = entry.split(":", 2)
         if controllers == "":
-            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base = root / "sys/fs/cgroup/memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            base = root / "sys/fs/cgroup"
+        elif controller in controllers.split(","):
+            base = root / "sys/fs/cgroup" / controller
         else:
             continue
         relative = Path(path.lstrip("/"))
-        for folder in (relative, *relative.parents):
-            try:
-                limit = (base / folder / names[0]).read_text().strip()
-                usage = (base / folder / names[1]).read_text().strip()
-                stat = (base / folder / "memory.stat").read_text().split()
-            except OSError:
-                continue
-            if limit != "max":
-                cache = int(stat[stat.index(names[2]) + 1]) if names[2] in stat else 0
-                found.append((int(limit), int(usage), cache))
-    return found
+        folders += [base / folder for folder in (relative, *relative.parents)]
+    return folders

@@ -18,11 +18,10 @@ from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import njit, prange, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import prange, types
 
 from cuengine.batch import Float32, Int32
+from cuengine.device.numba_setup import declare, intrinsic, njit
 
 _WIDE = binding.get_host_cpu_features().get("avx512f", False)
 LANES = 16 if _WIDE else 8
@@ -81,9 +80,7 @@ def _emit_tile(
             _load(builder, _offset(builder, start, _I64(vector * LANES)), _VECTOR, _LINE)
             for vector in range(VECTORS)
         ]
-        fma = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32"
-        )
+        fma = declare(builder, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32")
         added = []
         for row in range(rows):
             value = _broadcast(builder, _load(builder, _offset(builder, x_rows[row], k), _F32, 4))
@@ -151,8 +148,8 @@ def _load(builder: Any, address: Any, kind: Any, alignment: int) -> Any:
 def _prefetch(builder: Any, address: Any) -> None:
     """Bring a cache line into L2. Addresses past an array are harmless."""
     pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
-    prefetch = cgutils.get_or_insert_function(
-        builder.module,
+    prefetch = declare(
+        builder,
         ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32]),
         "llvm.prefetch.p0",
     )

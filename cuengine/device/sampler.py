@@ -13,16 +13,45 @@ brings their sum to p, so at least one. A row in which every token is forbidden 
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cuengine.batch import Float32, Int32, SamplerOutput, SamplingBatch
+from cuengine.batch import Float32, Int32, Int64, SamplerOutput, SamplingBatch
 from cuengine.device.philox import MAX_NOISE, MIN_NOISE, gumbel, token_words
 from cuengine.errors import ModelError
 
+_GROUP = 64
+"""Values whose maximum stands for them while looking for the k largest."""
 
-def sample(logits: Float32, sampling: SamplingBatch) -> SamplerOutput:
+
+class DrawRows(Protocol):
+    """Draws a token for each of `rows` (indices into logits), into `token_ids` [num_rows]."""
+
+    def __call__(
+        self, logits: Float32, rows: Int64, sampling: SamplingBatch, token_ids: Int32
+    ) -> None: ...
+
+
+def draw_rows(logits: Float32, rows: Int64, sampling: SamplingBatch, token_ids: Int32) -> None:
+    """`DrawRows` in NumPy."""
+    for row, least in zip(rows, least_scaled(sampling.min_p[rows]), strict=True):
+        token_ids[row] = draw(
+            logits[row],
+            temperature=sampling.temperature[row],
+            top_k=int(sampling.top_k[row]),
+            top_p=float(sampling.top_p[row]),
+            least=least,
+            seed=int(sampling.seeds[row]),
+            sample_index=int(sampling.sample_indices[row]),
+            position=int(sampling.positions[row]),
+        )
+
+
+def sample(
+    logits: Float32, sampling: SamplingBatch, draw_rows: DrawRows = draw_rows
+) -> SamplerOutput:
     """Tokens and log-probabilities for logits [num_rows, vocab], which are overwritten.
 
     Raises ModelError for logits that are NaN or +inf.
@@ -40,17 +69,9 @@ def sample(logits: Float32, sampling: SamplingBatch) -> SamplerOutput:
         output.token_ids[:] = logits.argmax(axis=1)
     elif len(greedy):
         output.token_ids[greedy] = logits[greedy].argmax(axis=1)
-    for row in np.flatnonzero((targets < 0) & (sampling.temperature != 0)):
-        output.token_ids[row] = draw(
-            logits[row],
-            temperature=sampling.temperature[row],
-            top_k=int(sampling.top_k[row]),
-            top_p=float(sampling.top_p[row]),
-            min_p=float(sampling.min_p[row]),
-            seed=int(sampling.seeds[row]),
-            sample_index=int(sampling.sample_indices[row]),
-            position=int(sampling.positions[row]),
-        )
+    drawn = np.flatnonzero((targets < 0) & (sampling.temperature != 0))
+    if len(drawn):
+        draw_rows(logits, drawn, sampling, output.token_ids)
     for row, values in zip(reported, raw, strict=True):
         report(output, int(row), values, int(sampling.num_logprobs[row]))
     return output
@@ -127,7 +148,7 @@ def draw(
     temperature: np.float32,
     top_k: int,
     top_p: float,
-    min_p: float,
+    least: np.float32,
     seed: int,
     sample_index: int,
     position: int,
@@ -138,7 +159,9 @@ def draw(
         return 0
     # The largest is taken off first, so that no temperature, however low, can overflow.
     scaled = (logits - highest) / temperature
-    ids = np.flatnonzero(scaled >= truncation(scaled, top_k, min_p))
+    if 0 < top_k < len(scaled):
+        least = max(least, kth_largest(scaled, top_k))
+    ids = np.flatnonzero(scaled >= least)
     if top_p < 1:
         ids = nucleus(ids, scaled[ids], top_p)
     else:
@@ -148,14 +171,22 @@ def draw(
     return int(ids[scores.argmax()])
 
 
-def truncation(scaled: Float32, top_k: int, min_p: float) -> np.float32:
-    """The least scaled logit (0 is the most likely) that min-p and top-k keep."""
-    lowest = np.float32(-np.inf)
-    if min_p > 0:
-        lowest = max(lowest, np.float32(math.log(min_p)))
-    if 0 < top_k < len(scaled):
-        lowest = max(lowest, np.partition(scaled, len(scaled) - top_k)[len(scaled) - top_k])
-    return lowest
+def least_scaled(min_p: Float32) -> Float32:
+    """The scaled logits (0 is the most likely token's) from which on min-p keeps tokens."""
+    with np.errstate(divide="ignore"):
+        return np.log(min_p)
+
+
+def kth_largest(values: Float32, k: int) -> np.float32:
+    """The k-th largest of values, 1 <= k <= len(values)."""
+    whole = len(values) // _GROUP * _GROUP
+    groups = whole // _GROUP
+    if k <= groups:
+        # At least k values reach the k-th largest maximum, so only those can be it: few.
+        maxima = values[:whole].reshape(groups, _GROUP).max(axis=1)
+        values = values[values >= np.partition(maxima, groups - k)[groups - k]]
+    result: np.float32 = np.partition(values, len(values) - k)[len(values) - k]
+    return result
 
 
 def nucleus(ids: NDArray[np.int64], scaled: Float32, top_p: float) -> NDArray[np.int64]:
@@ -181,8 +212,7 @@ def report(output: SamplerOutput, row: int, raw: Float32, count: int) -> None:
     output.ranks[row] = 1 + np.count_nonzero(raw > chosen)
     count = min(count, len(raw))
     if count:
-        threshold = np.partition(raw, len(raw) - count)[len(raw) - count]
-        ids = np.flatnonzero(raw >= threshold)
+        ids = np.flatnonzero(raw >= kth_largest(raw, count))
         ids = ids[np.argsort(-raw[ids], kind="stable")][:count]
         output.top_ids[row, :count] = ids
         output.top_logprobs[row, :count] = raw[ids].astype(np.float64) - normalizer

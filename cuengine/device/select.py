@@ -33,5 +33,7 @@ def select_device(name: str, dtype: str) -> Device:
     if dtype not in DTYPES:
         raise ConfigError(f"dtype={dtype!r} is not one of: {', '.join(DTYPES)} (device {chosen})")
     device = CpuDevice()
-    logger.info("device %s (%s), dtype %s", chosen, why, device.dtype)
+    logger.info(
+        "device %s (%s), dtype %s, kernels in %s", chosen, why, device.dtype, device.kernels
+    )
     return device
