@@ -1,0 +1,335 @@
+"""The CPU device's kernels, in NumPy and in Numba, against float64 formulas over ragged shapes.
+
+Tolerance: 2e-5 of the largest expected value, some hundred roundings of float32. Cache slots that
+hold no token are NaN: a result without NaN has not used them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cuengine.batch import Batch
+from cuengine.device.cpu import CpuDevice, available_memory, cpu_quota
+from cuengine.device.interface import AttentionShape
+from cuengine.device.select import select_device
+from cuengine.errors import ConfigError
+
+TOLERANCE = 2e-5
+
+
+@pytest.fixture(params=["numpy", "numba"], scope="module")
+def device(request: pytest.FixtureRequest) -> CpuDevice:
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    return CpuDevice(use_numba=request.param == "numba")
+
+
+def close(actual: NDArray[Any], expected: NDArray[Any]) -> bool:
+    return bool(np.abs(actual - expected).max() <= TOLERANCE * max(1, np.abs(expected).max()))
+
+
+@dataclass
+class Case:
+    """Sequences in a shuffled cache; keys and values also as they are, [length, kv_heads, dim]."""
+
+    batch: Batch
+    cache: NDArray[Any]
+    keys: list[NDArray[Any]]
+    values: list[NDArray[Any]]
+
+
+def make_batch(tables: NDArray[Any], lengths: list[int], counts: list[int], size: int) -> Batch:
+    positions, slots = [], []
+    for table, length, count in zip(tables, lengths, counts, strict=True):
+        for position in range(length - count, length):
+            positions.append(position)
+            slots.append(int(table[position // size]) * size + position % size)
+    return Batch(
+        token_ids=np.zeros(len(positions), np.int32),
+        positions=np.array(positions, np.int32),
+        slot_mapping=np.array(slots, np.int64),
+        block_tables=tables,
+        query_start_loc=np.cumsum([0, *counts]).astype(np.int32),
+        seq_lens=np.array(lengths, np.int32),
+        logits_indices=np.zeros(0, np.int32),
+        block_copies=np.zeros((0, 2), np.int32),
+    )
+
+
+def make_case(
+    lengths: list[int], counts: list[int], kv_heads: int, dim: int, size: int, seed: int = 0
+) -> Case:
+    generator = np.random.default_rng(seed)
+    blocks = [-(-length // size) for length in lengths]
+    order = generator.permutation(sum(blocks) + 3)
+    tables = np.full((len(lengths), max(blocks)), -1, np.int32)
+    cache = np.full((2, len(order), kv_heads, size, dim), np.nan, np.float32)
+    both, used = [], 0
+    for row, (length, count) in enumerate(zip(lengths, blocks, strict=True)):
+        tables[row, :count] = order[used : used + count]
+        used += count
+        pair = generator.normal(size=(2, length, kv_heads, dim)).astype(np.float32)
+        for position in range(length):
+            cache[:, tables[row, position // size], :, position % size] = pair[:, position]
+        both.append(pair)
+    batch = make_batch(tables, lengths, counts, size)
+    return Case(batch, cache, [pair[0] for pair in both], [pair[1] for pair in both])
+
+
+def attention(q: NDArray[Any], case: Case, shape: AttentionShape) -> NDArray[Any]:
+    group = shape.num_heads // shape.num_kv_heads
+    queries = q.astype(np.float64).reshape(len(q), shape.num_heads, shape.head_dim)
+    out = np.empty_like(queries)
+    starts = case.batch.query_start_loc
+    for row, length in enumerate(case.batch.seq_lens):
+        for token in range(starts[row], starts[row + 1]):
+            seen = length - (starts[row + 1] - token) + 1
+            for head in range(shape.num_heads):
+                keys = case.keys[row][:seen, head // group].astype(np.float64)
+                scores = keys @ queries[token, head] * shape.scale
+                weights = np.exp(scores - scores.max())
+                values = case.values[row][:seen, head // group]
+                out[token, head] = weights @ values / weights.sum()
+    return out.reshape(q.shape)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "kv_heads", "dim", "size"),
+    [
+        (4, 4, 16, 16),
+        (9, 3, 64, 16),
+        (8, 2, 32, 8),
+        (8, 1, 128, 32),
+        (3, 1, 256, 16),
+        (6, 2, 24, 8),
+    ],
+)
+@pytest.mark.parametrize(
+    ("lengths", "counts"),
+    [
+        ([1], [1]),
+        ([16, 17, 15, 1], [1, 1, 1, 1]),
+        ([40, 33, 1, 5], [7, 33, 1, 1]),
+        ([256, 257, 600], [1, 1, 1]),
+        ([300, 700], [44, 1]),
+    ],
+)
+def test_attention_agrees_with_float64(
+    device: CpuDevice,
+    lengths: list[int],
+    counts: list[int],
+    num_heads: int,
+    kv_heads: int,
+    dim: int,
+    size: int,
+) -> None:
+    shape = AttentionShape(num_heads, kv_heads, dim, dim**-0.5)
+    case = make_case(lengths, counts, kv_heads, dim, size)
+    q = np.random.default_rng(1).normal(size=(sum(counts), num_heads * dim)).astype(np.float32)
+    out = device.paged_attention(q, case.cache, device.stage(case.batch), shape)
+    assert close(out, attention(q, case, shape))
+
+
+def test_attention_takes_scores_far_apart(device: CpuDevice) -> None:
+    shape = AttentionShape(4, 2, 32, 1.0)
+    case = make_case([300, 20], [1, 20], 2, 32, 16)
+    q = np.random.default_rng(1).normal(size=(21, 128)).astype(np.float32) * 20
+    out = device.paged_attention(q, case.cache, device.stage(case.batch), shape)
+    assert np.abs(out - attention(q, case, shape)).max() < 1e-3
+
+
+def test_attention_of_a_row_is_the_same_to_the_bit_alone_and_in_any_chunk() -> None:
+    pytest.importorskip("numba")
+    device = CpuDevice(use_numba=True)
+    shape = AttentionShape(9, 3, 64, 0.125)
+    length = 530
+    q = np.random.default_rng(1).normal(size=(length, 9 * 64)).astype(np.float32)
+    whole = make_case([length], [length], 3, 64, 16)
+    expected = device.paged_attention(q, whole.cache, whole.batch, shape).copy()
+    for first, last in ((529, 530), (512, 530), (200, 210), (17, 18), (255, 257)):
+        tables = whole.batch.block_tables
+        chunk = make_batch(tables, [last], [last - first], 16)
+        out = device.paged_attention(q[first:last], whole.cache, chunk, shape)
+        assert np.array_equal(out, expected[first:last])
+
+
+@pytest.mark.parametrize(("num_heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 16), (8, 1, 128)])
+@pytest.mark.parametrize("tokens", [1, 5, 300])
+def test_rotation_and_cache_write_agree_with_float64(
+    device: CpuDevice, tokens: int, num_heads: int, kv_heads: int, dim: int
+) -> None:
+    generator = np.random.default_rng(0)
+    shape = AttentionShape(num_heads, kv_heads, dim, 1.0)
+    size = 16
+    blocks = -(-(tokens + 9) // size)
+    tables = generator.permutation(blocks + 2)[None, :blocks].astype(np.int32)
+    batch = make_batch(tables, [tokens + 9], [tokens], size)
+    angles = np.outer(np.arange(tokens + 9), 0.5 ** np.arange(dim // 2))
+    cos_sin = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+    qkv = generator.normal(size=(tokens, (num_heads + 2 * kv_heads) * dim)).astype(np.float32)
+    cache = np.full((2, blocks + 2, kv_heads, size, dim), np.nan, np.float32)
+
+    q = device.rotary_cache(qkv, cos_sin, cache, device.stage(batch), shape)
+
+    heads = qkv.astype(np.float64).reshape(tokens, -1, dim)
+    pairs = heads[..., : dim // 2] + 1j * heads[..., dim // 2 :]
+    turned = pairs * np.exp(1j * angles[9:, None])
+    rotated = np.concatenate([turned.real, turned.imag], axis=-1)
+    assert close(q, rotated[:, :num_heads].reshape(tokens, -1))
+    flat = cache.transpose(0, 1, 3, 2, 4).reshape(2, -1, kv_heads, dim)
+    assert close(flat[0, batch.slot_mapping], rotated[:, num_heads : num_heads + kv_heads])
+    assert np.array_equal(
+        flat[1, batch.slot_mapping], qkv.reshape(tokens, -1, dim)[:, num_heads + kv_heads :]
+    )
+    written = np.zeros(flat.shape[1], bool)
+    written[batch.slot_mapping] = True
+    assert np.isnan(flat[:, ~written]).all()
+
+
+@pytest.mark.parametrize("shape", [(1, 576), (7, 33), (300, 576)])
+def test_norms_agree_with_float64(device: CpuDevice, shape: tuple[int, int]) -> None:
+    generator = np.random.default_rng(0)
+    x, residual = generator.normal(size=(2, *shape)).astype(np.float32) * 3
+    weight = generator.normal(size=shape[1]).astype(np.float32)
+    before = x.copy()
+
+    def norm(values: NDArray[Any]) -> NDArray[Any]:
+        wide = values.astype(np.float64)
+        return wide / np.sqrt((wide**2).mean(axis=1, keepdims=True) + 1e-5) * weight
+
+    assert close(device.rms_norm(x, weight, 1e-5), norm(x))
+    total = x.astype(np.float64) + residual
+    assert close(device.add_rms_norm(x, residual, weight, 1e-5), norm(total))
+    assert close(residual, total)
+    assert np.array_equal(x, before)
+
+
+@pytest.mark.parametrize("shape", [(1, 33), (5, 1536), (300, 1536)])
+def test_silu_agrees_with_float64_for_any_size_of_gate(
+    device: CpuDevice, shape: tuple[int, int]
+) -> None:
+    rows, width = shape
+    generator = np.random.default_rng(0)
+    gate_up = generator.normal(size=(rows, 2 * width)).astype(np.float32)
+    gate_up[:, :width] *= 10.0 ** generator.integers(-3, 4, (rows, width))
+    gate, up = gate_up[:, :width].astype(np.float64), gate_up[:, width:]
+    with np.errstate(over="ignore"):
+        expected = gate / (1 + np.exp(-gate)) * up
+    difference = np.abs(device.silu_mul(gate_up) - expected)
+    assert (difference <= 1e-6 * np.abs(expected) + 1e-30).all()
+
+
+@pytest.mark.parametrize(("rows", "out", "depth"), [(1, 70, 33), (13, 576, 64), (48, 200, 576)])
+def test_products_and_embedding_agree_with_float64(
+    device: CpuDevice, rows: int, out: int, depth: int
+) -> None:
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=(rows, depth)).astype(np.float32)
+    weight = generator.normal(size=(out, depth)).astype(np.float32)
+    bias = generator.normal(size=out).astype(np.float32)
+    matrix = device.upload_matrix(weight)
+    expected = x.astype(np.float64) @ weight.T
+    assert close(device.linear(x, matrix), expected)
+    assert close(device.linear(x, matrix, bias), expected + bias)
+    batch = make_batch(np.zeros((1, 8), np.int32), [rows], [rows], 16)
+    batch.token_ids = generator.integers(0, out, rows).astype(np.int32)
+    assert np.array_equal(device.embedding(matrix, batch), weight[batch.token_ids])
+
+
+def test_blocks_are_copied_in_all_layers(device: CpuDevice) -> None:
+    shape = AttentionShape(4, 2, 16, 0.25)
+    cache = device.allocate_kv_cache(3, 6, 8, shape)
+    cache[:] = np.random.default_rng(0).normal(size=cache.shape)
+    before = cache.copy()
+    batch = make_batch(np.zeros((1, 1), np.int32), [1], [1], 8)
+    batch.block_copies = np.array([[0, 4], [2, 5]], np.int32)
+    device.copy_blocks(cache, batch)
+    assert np.array_equal(cache[:, :, [4, 5]], before[:, :, [0, 2]])
+    assert np.array_equal(cache[:, :, :4], before[:, :, :4])
+
+
+def test_the_numba_exponential_is_as_exact_as_it_says() -> None:
+    numba = pytest.importorskip("numba")
+    CpuDevice(use_numba=True)
+    from cuengine.device.simd import exp
+
+    @numba.njit
+    def apply(values: NDArray[Any], out: NDArray[Any]) -> None:
+        for i in range(len(values)):
+            out[i] = exp(values[i])
+
+    for dtype, low, high, error in (
+        (np.float32, -87, 87.9, 1.3e-7),
+        (np.float64, -708, 708, 3e-16),
+    ):
+        values = np.linspace(low, high, 200_001).astype(dtype)
+        out = np.empty_like(values)
+        apply(values, out)
+        expected = np.exp(values.astype(np.longdouble))
+        assert np.abs(out / expected - 1).max() < error
+        apply(np.array([-np.inf, low * 1.1, 0], dtype), out)
+        assert out[:3].tolist() == [0, 0, 1]
+
+
+def memory_files(root: Path, files: dict[str, str]) -> Path:
+    for name, text in {"proc/meminfo": "MemTotal: 9 kB\nMemAvailable: 8000 kB\n", **files}.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def test_free_memory_is_what_the_kernel_says_without_a_cgroup(tmp_path: Path) -> None:
+    assert available_memory(memory_files(tmp_path, {})) == 8000 * 1024
+
+
+def test_free_memory_respects_the_tightest_group_of_version_2(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/outer/inner\n",
+        "sys/fs/cgroup/outer/inner/memory.max": "max\n",
+        "sys/fs/cgroup/outer/inner/memory.current": "1\n",
+        "sys/fs/cgroup/outer/inner/memory.stat": "",
+        "sys/fs/cgroup/outer/memory.max": "5000000\n",
+        "sys/fs/cgroup/outer/memory.current": "4000000\n",
+        "sys/fs/cgroup/outer/memory.stat": "anon 3000000\ninactive_file 500000\n",
+    }
+    assert available_memory(memory_files(tmp_path, files)) == 1_500_000
+
+
+def test_free_memory_respects_a_limit_of_version_1(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "4:memory:/box\n2:cpu,cpuacct:/box\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": "7000000\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": "6000000\n",
+        "sys/fs/cgroup/memory/memory.stat": "total_inactive_file 1000\n",
+    }
+    assert available_memory(memory_files(tmp_path, files)) == 1_001_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"), [("cpu.max", "150000 100000", 2), ("cpu.max", "max 100000", None)]
+)
+def test_cpu_quota_is_rounded_up(
+    tmp_path: Path, name: str, text: str, expected: int | None
+) -> None:
+    files = {"proc/self/cgroup": "0::/box\n", f"sys/fs/cgroup/box/{name}": text}
+    assert cpu_quota(memory_files(tmp_path, files)) == expected
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("cuda", "auto"), ("cpu", "bfloat16")])
+def test_an_unknown_device_or_dtype_is_refused_with_what_is_allowed(name: str, dtype: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not one of: auto, (cpu|float32)"):
+        select_device(name, dtype)
+
+
+def test_one_log_line_says_which_device_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        select_device("auto", "auto")
+    (record,) = [r for r in caplog.records if r.name == "cuengine.device.select"]
+    assert record.getMessage().startswith("device cpu (the only device")
