@@ -23,7 +23,6 @@ from cuengine.device.simd import (
     fetch_add,
     mix_tile,
     mix_tile_narrow,
-    prefetch,
 )
 
 SPAN = 256
@@ -190,8 +189,13 @@ def _rotary_cache(
 
 
 @njit()
-def _scores(queries: Float32, keys: Float32, scores: Float32, start: int) -> None:
-    """scores[r, start + t] = queries[r] . keys[t] for the tokens of a block [block_size, dim]."""
+def _scores(
+    queries: Float32, keys: Float32, scores: Float32, start: int, ahead: Float32, values: Float32
+) -> None:
+    """scores[r, start + t] = queries[r] . keys[t] for the tokens of a block [block_size, dim].
+
+    ahead, values: blocks to be prefetched.
+    """
     rows, dim = queries.shape
     stride = scores.shape[1]
     for first in range(0, len(keys), SCORE_COLUMNS):
@@ -203,6 +207,8 @@ def _scores(queries: Float32, keys: Float32, scores: Float32, start: int) -> Non
                 dim,
                 scores.ctypes.data + 4 * (row * stride + start + first),
                 stride,
+                ahead.ctypes.data + 4 * first * dim,
+                values.ctypes.data + 4 * first * dim,
             )
     for k in range(dim // LANES * LANES, dim):
         for row in range(rows):
@@ -262,12 +268,6 @@ def _exp_scores(scores: Float32) -> tuple[np.float32, np.float32]:
     return highest, total
 
 
-@njit()
-def _prefetch_block(block: Float32) -> None:
-    for line in range(0, block.size * 4, 64):
-        prefetch(block.ctypes.data + line)
-
-
 @njit(error_model="numpy")
 def _span(
     queries: Float32,
@@ -294,14 +294,12 @@ def _span(
     end = min(start + SPAN, position + (rows - 1) // group + 1)
     count = end - start
     padded = (count + _PADDING - 1) // _PADDING * _PADDING
-    first, last = start // block_size, (end - 1) // block_size
-    for index in range(first, min(first + _AHEAD, last + 1)):
-        _prefetch_block(keys[table[index], head])
-    for index in range(first, last + 1):
-        if index + _AHEAD <= last:
-            _prefetch_block(keys[table[index + _AHEAD], head])
-        _prefetch_block(values[table[index], head])
-        _scores(queries, keys[table[index], head], scores, index * block_size - start)
+    last = (end - 1) // block_size
+    for index in range(start // block_size, last + 1):
+        block = table[index]
+        ahead = keys[table[min(index + _AHEAD, last)], head]
+        token = index * block_size - start
+        _scores(queries, keys[block, head], scores, token, ahead, values[block, head])
     for row in range(rows):
         visible = min(count, position + row // group + 1 - start)
         if visible <= 0:

@@ -30,16 +30,25 @@ _VECTOR = ir.VectorType(_F32, LANES)
 
 @intrinsic
 def dot_tile(
-    typing: Any, rows: Any, x: Any, keys: Any, depth: Any, out: Any, out_stride: Any
+    typing: Any,
+    rows: Any,
+    x: Any,
+    keys: Any,
+    depth: Any,
+    out: Any,
+    out_stride: Any,
+    ahead: Any,
+    values: Any,
 ) -> tuple[Any, Any]:
     """out[r, c] = sum over k of x[r, k] * keys[c, k], for r < rows, c < SCORE_COLUMNS.
 
+    Meanwhile as many floats are prefetched from the addresses ahead (keys needed next) and values.
     rows <= SCORE_ROWS. Rows of x and keys are `depth` floats apart; what is behind the last
     multiple of LANES of them is left out.
     """
 
     def emit_rows(builder: Any, count: int, arguments: list[Any]) -> None:
-        x, keys, depth, out, out_stride = arguments
+        x, keys, depth, out, out_stride, ahead, values = arguments
         x_rows = [_at(builder, x, builder.mul(depth, _I64(row))) for row in range(count)]
         key_rows = [_at(builder, keys, builder.mul(depth, _I64(c))) for c in range(SCORE_COLUMNS)]
 
@@ -47,7 +56,11 @@ def dot_tile(
             left = [_load(builder, _at(builder, row, k)) for row in x_rows]
             added = list(sums)
             for column, key_row in enumerate(key_rows):
-                right = _load(builder, _at(builder, key_row, k))
+                address = _at(builder, key_row, k)
+                right = _load(builder, address)
+                offset = builder.sub(address, keys)
+                _prefetch(builder, builder.add(ahead, offset))
+                _prefetch(builder, builder.add(values, offset))
                 for row in range(count):
                     index = row * SCORE_COLUMNS + column
                     added[index] = _fma(builder, left[row], right, sums[index])
@@ -61,7 +74,7 @@ def dot_tile(
             address = _at(builder, out, builder.mul(out_stride, _I64(row)))
             builder.store(total, builder.inttoptr(address, total.type.as_pointer()), align=4)
 
-    return types.void(*[types.intp] * 6), _switch_rows(SCORE_ROWS, emit_rows)
+    return types.void(*[types.intp] * 8), _switch_rows(SCORE_ROWS, emit_rows)
 
 
 def _mix_tile(vectors: int) -> Any:
@@ -181,22 +194,16 @@ def fetch_add(typing: Any, address: Any, amount: Any) -> tuple[Any, Any]:
     return types.int64(types.intp, types.int64), emit
 
 
-@intrinsic
-def prefetch(typing: Any, address: Any) -> tuple[Any, Any]:
-    """Ask for the cache line at address, which need not be mapped, to be read soon."""
-
-    def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        pointer = builder.inttoptr(arguments[0], ir.IntType(8).as_pointer())
-        function = declare(
-            builder,
-            ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32]),
-            "llvm.prefetch.p0",
-        )
-        read, keep, data = _I32(0), _I32(3), _I32(1)
-        builder.call(function, [pointer, read, keep, data])
-        return context.get_dummy_value()
-
-    return types.void(types.intp), emit
+def _prefetch(builder: Any, address: Any) -> None:
+    """Ask for a cache line to be read soon; one that is not mapped is ignored."""
+    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
+    function = declare(
+        builder,
+        ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32]),
+        "llvm.prefetch.p0",
+    )
+    read, keep, data = _I32(0), _I32(2), _I32(1)
+    builder.call(function, [pointer, read, keep, data])
 
 
 def _switch_rows(limit: int, emit_rows: Callable[[Any, int, list[Any]], None]) -> Any:
