@@ -126,9 +126,8 @@ def main() -> None:
         for name, (numpy_time, times) in both["NumPy"].items():
             numba_time = both["Numba"][name][0]
             ratio = numpy_time / numba_time
-            print(
-                f"{name:12} x{times:<3} NumPy {numpy_time:9.3f}  Numba {numba_time:9.3f}  {ratio:5.1f}"
-            )
+            columns = f"NumPy {numpy_time:9.3f}  Numba {numba_time:9.3f}  {ratio:5.1f}"
+            print(f"{name:12} x{times:<3} {columns}")
         sums = {
             kind: sum(taken * times for taken, times in results.values())
             for kind, results in both.items()

@@ -39,8 +39,8 @@ _PARALLEL_FROM = 131072
 """Elements from which on it pays to wake the other threads: one does as many in 20 us or less."""
 
 _AHEAD = 2
-"""Blocks that keys are asked for before their use: a block of 4 KB is too short for the hardware to
-see where it is going."""
+"""Blocks that keys are asked for before their use: one is too short for the hardware to see that it
+is read in order."""
 
 _FAST = {"reassoc", "contract", "nsz", "arcp", "nnan"}
 
