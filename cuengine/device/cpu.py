@@ -59,6 +59,7 @@ class CpuDevice:
 
     def __init__(self, *, use_numba: bool | None = None) -> None:
         self._packed: ModuleType | None = None
+        self._arena: Any = None
         self._kernels: Kernels = numpy_kernels
         self._draw_rows: sampler.DrawRows = sampler.draw_rows
         if use_numba is None:
@@ -79,6 +80,7 @@ class CpuDevice:
             from cuengine.device import numba_kernels, numba_sampler, packed
         numba_setup.start_threads(cpu_quota())
         self._packed = packed
+        self._arena = packed.Arena()
         self._kernels = numba_kernels
         self._draw_rows = numba_sampler.draw_rows
 
@@ -97,7 +99,7 @@ class CpuDevice:
 
     def upload_matrix(self, array: NDArray[Any]) -> Any:
         weight = self.upload(array)
-        return weight if self._packed is None else self._packed.pack(weight)
+        return weight if self._packed is None else self._packed.pack(weight, self._arena)
 
     def download(self, array: NDArray[Any]) -> NDArray[Any]:
         return array
