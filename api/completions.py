@@ -36,7 +36,7 @@ from cuengine.api.protocol import (
 )
 from cuengine.api.state import ServerState
 from cuengine.api.streaming import event, stream_answer
-from cuengine.api.tokens import TokenNames, check_ids, encode, need_tokenizer
+from cuengine.api.tokens import TokenNames, check_ids, check_length, encode, need_tokenizer
 from cuengine.outputs import RequestDelta, SequenceDelta, TokenLogprobs
 from cuengine.sampling_params import SamplingParams
 
@@ -163,6 +163,8 @@ async def _tokenize(
 
     async def one(item: str | list[int]) -> Prompt:
         if isinstance(item, str):
+            need_tokenizer(state)
+            check_length(state, item, "prompt")
             return Prompt(await encode(state, item, add_special_tokens=special), item)
         check_ids(state, item, "prompt")
         if not body.echo:

@@ -29,6 +29,7 @@ MAX_IGNORED_FIELDS = 200
 class ServerState:
     """The engine, the settings, the names it serves under, and what is going on now.
 
+    longest_text bytes that no prompt which fits the context can exceed
     draining     a signal has come: new requests are refused
     in_flight    requests being answered
     """
@@ -39,6 +40,7 @@ class ServerState:
         self.model_names = settings.served_model_names or (engine.config.model,)
         self.created = int(time.time())
         self.metrics = Metrics(engine, self.model_names[0])
+        self.longest_text = _longest_text(engine)
         self.draining = False
         self.in_flight = 0
         self._idle = asyncio.Event()
@@ -90,6 +92,15 @@ class ServerState:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _longest_text(engine: ServingEngine) -> int:
+    """The context full of the longest token there is. Longer text need not be tokenized."""
+    tokenizer = engine.tokenizer
+    if tokenizer is None:
+        return 0
+    longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+    return longest * engine.max_model_len
 
 
 STATE = web.AppKey("state", ServerState)

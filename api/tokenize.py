@@ -23,7 +23,9 @@ async def tokenize(request: web.Request, state: ServerState, body: TokenizeReque
         special = True if body.add_special_tokens is None else body.add_special_tokens
         tokens = await encode(state, body.prompt, add_special_tokens=special)
     elif body.messages:
-        tokens = await encode_chat(state, body, add_special_tokens=bool(body.add_special_tokens))
+        tokens = await encode_chat(
+            state, body, add_special_tokens=bool(body.add_special_tokens), must_fit=False
+        )
     else:
         raise ApiError(400, "prompt or messages is needed.", param="prompt")
     texts = [tokenizer.token_text(token) for token in tokens] if body.return_token_strs else None

@@ -33,6 +33,18 @@ def need_tokenizer(state: ServerState) -> ServingTokenizer:
     return tokenizer
 
 
+def check_length(state: ServerState, text: str, param: str) -> None:
+    """Text that cannot fit is refused before the seconds are spent that tokenizing it takes."""
+    if len(text) > state.longest_text:
+        raise ApiError(
+            400,
+            f"The prompt does not fit: {len(text)} characters are more than "
+            f"{state.engine.max_model_len} tokens, this model's context, in any case.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
 async def encode(state: ServerState, text: str, *, add_special_tokens: bool) -> list[int]:
     tokenizer = need_tokenizer(state)
     return await state.off_loop(
@@ -60,6 +72,7 @@ async def encode_chat(
     *,
     add_special_tokens: bool,
     with_tools: bool = True,
+    must_fit: bool = True,
 ) -> list[int]:
     """The prompt that the model's chat template makes of the messages, as token ids.
 
@@ -98,6 +111,8 @@ async def encode_chat(
 
     def work() -> list[int]:
         text = _render(template, messages, prompted, continued, tools, kwargs)
+        if must_fit:
+            check_length(state, text, "messages")
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     return await state.off_loop(work)

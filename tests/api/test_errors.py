@@ -97,6 +97,19 @@ async def test_a_prompt_too_long_for_the_context_says_so_streamed_or_not(serve: 
         assert error["code"] == "context_length_exceeded"
 
 
+async def test_text_that_cannot_fit_is_refused_without_tokenizing_it(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = await serve(FakeEngine(context=10))
+    monkeypatch.setattr(served.engine.tokenizer, "encode", None)
+    for path, body in (
+        (COMPLETIONS, {"prompt": "a" * 11}),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 11}]}),
+    ):
+        status, error = await served.error(path, body)
+        assert (status, error["code"]) == (400, "context_length_exceeded")
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_a_body_over_the_limit_is_413_and_states_the_limit(
     serve: Serve, chunked: bool
