@@ -2,8 +2,9 @@
 
     python bench/start_up.py --runs 5 --limit 3
 
-The first run warms the model's and the kernels' caches and does not count. Prints one line of JSON
-and exits with 1 where the median is above the limit.
+The first run warms the model's and the kernels' caches and does not count. Where this interpreter,
+or the one in $CUENGINE_BENCH_PYTHON_VLLM, has vLLM, that starts on the same model too, after one run
+to warm its caches. Prints one line of JSON and exits with 1 where the median is above the limit.
 """
 
 from __future__ import annotations
@@ -14,22 +15,24 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
-CUENGINE = Path(sys.executable).with_name("cuengine")
+from throughput import BENCH, ENGINES, interpreter, is_installed, model_folder
+
+CUENGINE = str(Path(sys.executable).with_name("cuengine"))
 
 
-def first_token(model: str) -> float:
-    """Seconds until the first byte of the text. SystemExit where there is none."""
+def first_token(command: Sequence[str]) -> float:
+    """Seconds until the first byte of the text on stdout. SystemExit where there is none."""
     start = time.perf_counter()
-    command = [CUENGINE, "generate", model, "-p", "hi", "--max-tokens", "8"]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         byte = process.stdout.read(1)
         seconds = time.perf_counter() - start
         process.stdout.read()
     if process.returncode or not byte:
-        raise SystemExit(f"{CUENGINE} generate ended with status {process.returncode}")
+        raise SystemExit(f"{' '.join(command[:2])} ended with status {process.returncode}")
     return seconds
 
 
@@ -39,10 +42,20 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--limit", type=float, help="most seconds to the first token")
     arguments = parser.parse_args()
-    cold = first_token(arguments.model)
-    warm = [first_token(arguments.model) for _ in range(arguments.runs)]
+    command = [CUENGINE, "generate", arguments.model, "-p", "hi", "--max-tokens", "8"]
+    cold = first_token(command)
+    warm = [first_token(command) for _ in range(arguments.runs)]
     median = statistics.median(warm)
     result = {"first": cold, "warm_median": median, "warm_worst": max(warm)}
+    python = interpreter("vllm", {})
+    if is_installed(python, ENGINES["vllm"].module):
+        script = str(BENCH / "engines" / "vllm_first_token.py")
+        command = [python, script, str(model_folder(arguments.model))]
+        first_token(command)
+        result["vllm"] = first_token(command)
+        result["vllm_ratio"] = result["vllm"] / median
+    else:
+        print(f"vllm: not installed in {python}", file=sys.stderr)
     print(json.dumps({name: round(seconds, 2) for name, seconds in result.items()}))
     if arguments.limit is not None and median > arguments.limit:
         raise SystemExit(f"first token after {median:.2f} s: more than {arguments.limit:g} s")
