@@ -20,7 +20,7 @@ from cuengine.device.kernel_variants import Program
 from cuengine.device.nvrtc import Nvrtc
 from cuengine.paths import cache_dir, kernel_source_dir
 
-OPTIONS = ("--std=c++17", "--generate-line-info")
+OPTIONS = ("--std=c++17", "--generate-line-info", "--diag-suppress=177")
 """Division and square root stay exact (no --use_fast_math): the sampler's must equal NumPy's."""
 
 

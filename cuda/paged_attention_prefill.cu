@@ -1,0 +1,145 @@
+// paged_attention_prefill: causal attention of the queries of prompt chunks over their sequences' cached tokens,
+// themselves included. Query i of a sequence sees the first seq_len - count + i + 1 tokens.
+//
+//   q, out           T [num_tokens, num_heads, kHeadDim]
+//   kv_layer         T [2, num_blocks, num_kv_heads, block_size, kHeadDim]      K, then V
+//   block_tables     int32 [num_seqs, max_blocks]
+//   query_start_loc  int32 [num_seqs + 1]            tokens [i] to [i + 1] belong to sequence i
+//   seq_lens         int32 [num_seqs]                tokens in the cache, queries included
+//   tiles            int32 [num_tiles, 2]            sequence, and first row of a tile in it: what blocks work on;
+//                                                    give those with the longest contexts first
+//
+// paged_attention_prefill (fp16, bf16; sm_80 and later). Grid: (num_heads, num_tiles), 4 warps. A row is a query,
+// a tile 128 of them (64 at head_dim 256): each warp has two 16-row tiles (one), so that what it reads of K and V
+// from shared memory feeds two tensor-core products. Keys come in tiles of 64 (32), K and V by cp.async into two
+// stages: one is on its way while the other is worked on. Tiles behind the last query are not read, and only
+// those on the diagonal or at the end are masked. Does 4 * head_dim operations per query head, query and visible
+// key: bound by the tensor cores; K and V are read once per query head and tile, mostly from L2.
+//
+// paged_attention_prefill_plain (fp32, older chips). Grid: (num_kv_heads, num_tiles), 4 warps. A row is a query and
+// a head of the group, a tile 16 of them; see attention_plain.cuh. Bound by float32 arithmetic and shared memory.
+#include "include/attention_plain.cuh"
+#include "include/attention_tensor.cuh"
+
+template <int kHeadDim>
+struct PrefillTile {
+    static constexpr int kRowTiles = kHeadDim > 128 ? 1 : 2;
+    static constexpr int kKeys = kHeadDim > 128 ? 32 : 64;
+    static constexpr int kQueries = kAttentionWarps * 16 * kRowTiles;
+    static constexpr int kStageBytes = SharedRows<kHeadDim>::bytes(kKeys);  // of K, or of V
+};
+
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(kAttentionThreads) paged_attention_prefill(
+    T* out, const T* q, const T* kv_layer, const int* block_tables, const int* query_start_loc,
+    const int* seq_lens, const int* tiles, int num_heads, int num_kv_heads, int num_blocks,
+    int block_size, int max_blocks, float scale) {
+    using Tile = PrefillTile<kHeadDim>;
+    using Rows = SharedRows<kHeadDim>;
+    constexpr int kKeys = Tile::kKeys;
+    extern __shared__ __align__(128) unsigned char shared[];
+
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+    const int head = blockIdx.x, kv_head = head / (num_heads / num_kv_heads);
+    const int seq = tiles[2 * blockIdx.y], first_query = tiles[2 * blockIdx.y + 1];
+    const Queries queries(query_start_loc, seq_lens, seq);
+    const PagedHead<T, kHeadDim> cache(kv_layer, block_tables + static_cast<int64>(seq) * max_blocks,
+                                       kv_head, num_kv_heads, num_blocks, block_size);
+    const int last_query = min(first_query + Tile::kQueries, queries.count) - 1;
+    const int num_keys = queries.context + last_query + 1;
+    const int num_tiles = (num_keys + kKeys - 1) / kKeys;
+
+    const uint32 shared_q = shared_address(shared);
+    const uint32 stages = shared_q + Rows::bytes(Tile::kQueries);
+
+#pragma unroll 4
+    for (int i = threadIdx.x; i < Tile::kQueries * Rows::kChunks; i += kAttentionThreads) {
+        const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
+        const int query = min(first_query + row, last_query);
+        const int64 source = static_cast<int64>(queries.first_token + query) * num_heads + head;
+        copy_async(shared_q + Rows::offset(row, chunk), q + source * kHeadDim + chunk * 8,
+                   first_query + row <= last_query);
+    }
+    auto load_tile = [&](int tile) {
+        const uint32 keys = stages + tile % 2 * 2 * Tile::kStageBytes;
+#pragma unroll 4
+        for (int i = threadIdx.x; i < kKeys * Rows::kChunks; i += kAttentionThreads) {
+            const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
+            const int key = tile * kKeys + row;
+            // What lies behind the last key is neither read nor left as it was: 0 * NaN would be NaN.
+            const int64 offset = cache.offset(min(key, num_keys - 1)) + chunk * 8;
+            const uint32 target = keys + Rows::offset(row, chunk);
+            copy_async(target, cache.keys + offset, key < num_keys);
+            copy_async(target + Tile::kStageBytes, cache.values + offset, key < num_keys);
+        }
+    };
+
+    WarpAttention<T, kHeadDim, Tile::kRowTiles, kKeys> attention;
+    attention.start();
+    const int warp_row = warp * 16 * Tile::kRowTiles;
+    // Keys that the warp's first row sees, and its last.
+    const int first_visible = queries.context + first_query + warp_row + 1;
+    const int last_visible = first_visible + 16 * Tile::kRowTiles - 1;
+
+    load_tile(0);
+    commit_copies();
+    for (int tile = 0; tile < num_tiles; ++tile) {
+        if (tile + 1 < num_tiles) load_tile(tile + 1);
+        commit_copies();
+        wait_copies<1>();
+        __syncthreads();
+        const int first_key = tile * kKeys;
+        const uint32 keys = stages + tile % 2 * 2 * Tile::kStageBytes;
+        const uint32 values = keys + Tile::kStageBytes;
+        int visible[Tile::kRowTiles][2];
+#pragma unroll
+        for (int m = 0; m < Tile::kRowTiles; ++m) {
+            visible[m][0] = first_visible + m * 16 + lane / 4 - first_key;
+            visible[m][1] = visible[m][0] + 8;
+        }
+        if (first_key + kKeys <= first_visible) {
+            attention.template step<false>(shared_q, warp_row, keys, values, visible, scale * kLog2E);
+        } else if (first_key < last_visible) {
+            attention.template step<true>(shared_q, warp_row, keys, values, visible, scale * kLog2E);
+        }
+        __syncthreads();  // the next turn copies into this stage
+    }
+    attention.finish();
+
+#pragma unroll
+    for (int m = 0; m < Tile::kRowTiles; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int query = first_query + warp_row + m * 16 + half * 8 + lane / 4;
+            if (query > last_query) continue;
+            const float inverse = 1.0f / attention.total[m][half];
+            T* target = out + (static_cast<int64>(queries.first_token + query) * num_heads + head) *
+                                  kHeadDim + lane % 4 * 2;
+#pragma unroll
+            for (int n = 0; n < kHeadDim / 8; ++n) {
+                *reinterpret_cast<uint32*>(target + n * 8) =
+                    pack_pair<T>(attention.out[m][n][2 * half] * inverse,
+                                 attention.out[m][n][2 * half + 1] * inverse);
+            }
+        }
+    }
+}
+
+template <typename T, int kHeadDim>
+__global__ void __launch_bounds__(kAttentionThreads) paged_attention_prefill_plain(
+    T* out, const T* q, const T* kv_layer, const int* block_tables, const int* query_start_loc,
+    const int* seq_lens, const int* tiles, int num_heads, int num_kv_heads, int num_blocks,
+    int block_size, int max_blocks, float scale) {
+    constexpr int kRowsPerWarp = 4;
+    extern __shared__ __align__(128) unsigned char shared[];
+    const int kv_head = blockIdx.x, group = num_heads / num_kv_heads;
+    const int seq = tiles[2 * blockIdx.y], first_row = tiles[2 * blockIdx.y + 1];
+    const Queries queries(query_start_loc, seq_lens, seq);
+    const PagedHead<T, kHeadDim> cache(kv_layer, block_tables + static_cast<int64>(seq) * max_blocks,
+                                       kv_head, num_kv_heads, num_blocks, block_size);
+    const int last_row = min(first_row + kAttentionWarps * kRowsPerWarp, queries.count * group) - 1;
+    const KeyRange range(queries.context + last_row / group + 1, 0, 1, kPlainKeys);
+    const RowOutput<T, kHeadDim> output{out, nullptr, nullptr, 0, num_heads, 0, 1};
+    attend_plain<T, kHeadDim, kRowsPerWarp>(output, q, cache, queries, range, first_row, kv_head,
+                                            group, scale, shared);
+}
