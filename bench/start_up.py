@@ -3,7 +3,7 @@
     python bench/start_up.py --runs 5 --limit 3
 
 The first run warms the model's and the kernels' caches and does not count. Where this interpreter,
-or the one in $CUENGINE_BENCH_PYTHON_VLLM, has vLLM, that starts on the same model too, after one run
+or the one in $CUENGINE_BENCH_PYTHON_VLLM, has vLLM, that starts on the same model too, after a run
 to warm its caches. Prints one line of JSON and exits with 1 where the median is above the limit.
 """
 
