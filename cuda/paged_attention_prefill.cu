@@ -11,7 +11,7 @@
 //
 // paged_attention_prefill (fp16, bf16; sm_80 and later). Grid: (num_heads, num_tiles), 4 warps. A row is a query,
 // a tile 128 of them (64 at head_dim 256): each warp has two 16-row tiles (one), so that what it reads of K and V
-// from shared memory feeds two tensor-core products. Keys come in tiles of 64 (32), K and V by cp.async into two
+// from shared memory feeds two tensor-core products. Keys come in tiles of 64 (32 from head_dim 128 on), K and V by cp.async into two
 // stages: one is on its way while the other is worked on. Tiles behind the last query are not read, and only
 // those on the diagonal or at the end are masked. Does 4 * head_dim operations per query head, query and visible
 // key: bound by the tensor cores; K and V are read once per query head and tile, mostly from L2.
@@ -24,7 +24,7 @@
 template <int kHeadDim>
 struct PrefillTile {
     static constexpr int kRowTiles = kHeadDim > 128 ? 1 : 2;
-    static constexpr int kKeys = kHeadDim > 128 ? 32 : 64;
+    static constexpr int kKeys = kHeadDim > 96 ? 32 : 64;
     static constexpr int kQueries = kAttentionWarps * 16 * kRowTiles;
     static constexpr int kStageBytes = SharedRows<kHeadDim>::bytes(kKeys);  // of K, or of V
 };
