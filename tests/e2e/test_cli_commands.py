@@ -221,7 +221,16 @@ def test_pull_of_the_built_in_model_is_done_at_once_where_it_is_there(
 
 def test_serve_takes_names_and_keys_from_flags_and_environment(tiny_chat_model: Path) -> None:
     process = subprocess.Popen(
-        _command("serve", tiny_chat_model, "--port", 0, "--served-model-name", "a", "b"),
+        _command(
+            "serve",
+            tiny_chat_model,
+            "--port",
+            0,
+            "--served-model-name",
+            "a",
+            "--served-model-name",
+            "b",
+        ),
         env=os.environ | {"CUENGINE_API_KEY": "secret"},
         stderr=subprocess.PIPE,
         text=True,
