@@ -28,6 +28,10 @@ POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "same greedy tokens with and without prefix cache, chunks, preemption and batching",
         (*PYTEST, "tests/e2e/test_greedy_matrix.py"),
     ),
+    "kernels": (
+        "every CUDA kernel and variant compiles for every architecture, with CUDA 12 and 13",
+        (*PYTEST, "tests/kernels/test_cuda_compile.py"),
+    ),
     "start": (
         "with model and caches warm, `cuengine generate` shows a token within 3 s",
         ("bench/start_up.py", "--limit", "3"),

@@ -102,13 +102,14 @@ __global__ void __launch_bounds__(decode_warps<kHeadDim>() * kWarpSize) paged_at
         wait_copies<1>();
         __syncwarp();
         const uint32 keys = stages + stage * 2 * kTileBytes;
-        int visible[1][2];
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        const int first_visible = queries.context + first_row / group + 1;
+        auto visible = [&](int, int half) {
             const int row = min(half * 8 + lane / 4, num_rows - 1);
-            visible[0][half] = min(queries.context + (first_row + row) / group + 1, range.end) - first_key;
-        }
-        attention.template step<true>(shared_q, 0, keys, keys + kTileBytes, visible, scale * kLog2E);
+            return min(queries.context + (first_row + row) / group + 1, range.end) - first_key;
+        };
+        attention.step(shared_q, 0, keys, keys + kTileBytes,
+                       first_key + kDecodeKeys > min(first_visible, range.end), visible,
+                       scale * kLog2E);
         __syncwarp();  // the next turn copies into this stage
     }
     attention.finish();

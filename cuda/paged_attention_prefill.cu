@@ -11,9 +11,10 @@
 //
 // paged_attention_prefill (fp16, bf16; sm_80 and later). Grid: (num_heads, num_tiles), 4 warps. A row is a query,
 // a tile 128 of them (64 at head_dim 256): each warp has two 16-row tiles (one), so that what it reads of K and V
-// from shared memory feeds two tensor-core products. Keys come in tiles of 64 (32 from head_dim 128 on), K and V by cp.async into two
+// from shared memory feeds two tensor-core products. Keys come in tiles of 64 (32 from head_dim 80 on), K and V by cp.async into two
 // stages: one is on its way while the other is worked on. Tiles behind the last query are not read, and only
-// those on the diagonal or at the end are masked. Does 4 * head_dim operations per query head, query and visible
+// those on the diagonal or at the end are masked. At head_dim 128 it takes every register there is (two blocks on a
+// multiprocessor), and on sm_100 and later spills one. Does 4 * head_dim operations per query head, query and visible
 // key: bound by the tensor cores; K and V are read once per query head and tile, mostly from L2.
 //
 // paged_attention_prefill_plain (fp32, older chips). Grid: (num_kv_heads, num_tiles), 4 warps. A row is a query and
@@ -24,7 +25,7 @@
 template <int kHeadDim>
 struct PrefillTile {
     static constexpr int kRowTiles = kHeadDim > 128 ? 1 : 2;
-    static constexpr int kKeys = kHeadDim > 96 ? 32 : 64;
+    static constexpr int kKeys = kHeadDim > 64 ? 32 : 64;
     static constexpr int kQueries = kAttentionWarps * 16 * kRowTiles;
     static constexpr int kStageBytes = SharedRows<kHeadDim>::bytes(kKeys);  // of K, or of V
 };
@@ -77,9 +78,8 @@ __global__ void __launch_bounds__(kAttentionThreads) paged_attention_prefill(
     WarpAttention<T, kHeadDim, Tile::kRowTiles, kKeys> attention;
     attention.start();
     const int warp_row = warp * 16 * Tile::kRowTiles;
-    // Keys that the warp's first row sees, and its last.
+    // Keys that the first row of the warp sees; each further row sees one more.
     const int first_visible = queries.context + first_query + warp_row + 1;
-    const int last_visible = first_visible + 16 * Tile::kRowTiles - 1;
 
     load_tile(0);
     commit_copies();
@@ -91,16 +91,12 @@ __global__ void __launch_bounds__(kAttentionThreads) paged_attention_prefill(
         const int first_key = tile * kKeys;
         const uint32 keys = stages + tile % 2 * 2 * Tile::kStageBytes;
         const uint32 values = keys + Tile::kStageBytes;
-        int visible[Tile::kRowTiles][2];
-#pragma unroll
-        for (int m = 0; m < Tile::kRowTiles; ++m) {
-            visible[m][0] = first_visible + m * 16 + lane / 4 - first_key;
-            visible[m][1] = visible[m][0] + 8;
-        }
-        if (first_key + kKeys <= first_visible) {
-            attention.template step<false>(shared_q, warp_row, keys, values, visible, scale * kLog2E);
-        } else if (first_key < last_visible) {
-            attention.template step<true>(shared_q, warp_row, keys, values, visible, scale * kLog2E);
+        if (first_key < first_visible + 16 * Tile::kRowTiles - 1) {
+            auto visible = [&](int m, int half) {
+                return first_visible - first_key + m * 16 + half * 8 + lane / 4;
+            };
+            attention.step(shared_q, warp_row, keys, values, first_key + kKeys > first_visible, visible,
+                           scale * kLog2E);
         }
         __syncthreads();  // the next turn copies into this stage
     }

@@ -17,14 +17,13 @@ struct PagedHead {
     const T* keys;
     const T* values;
     const int* block_table;
-    int64 block_stride;
-    int block_shift, block_mask;  // block_size is a power of two
+    int block_stride, block_shift, block_mask;  // block_size is a power of two
 
     __device__ PagedHead(const T* layer, const int* table, int kv_head, int num_kv_heads,
                          int num_blocks, int block_size) {
-        block_stride = static_cast<int64>(num_kv_heads) * block_size * kHeadDim;
+        block_stride = num_kv_heads * block_size * kHeadDim;
         keys = layer + static_cast<int64>(kv_head) * block_size * kHeadDim;
-        values = keys + num_blocks * block_stride;
+        values = keys + static_cast<int64>(num_blocks) * block_stride;
         block_table = table;
         block_shift = __ffs(block_size) - 1;
         block_mask = block_size - 1;
@@ -32,7 +31,8 @@ struct PagedHead {
 
     // Elements from `keys` or `values` to the vector of token `key`.
     __device__ __forceinline__ int64 offset(int key) const {
-        return block_table[key >> block_shift] * block_stride + (key & block_mask) * kHeadDim;
+        return static_cast<int64>(block_table[key >> block_shift]) * block_stride +
+               (key & block_mask) * kHeadDim;
     }
 };
 

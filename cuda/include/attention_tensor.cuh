@@ -46,11 +46,12 @@ struct WarpAttention {
         }
     }
 
-    // One tile of keys. Shared addresses; query_row: the warp's first row in `queries`. kMasked: visible keys of
-    // each row, counted from the tile's first key, are in `visible` and may be less than kKeys.
-    template <bool kMasked>
+    // One tile of keys. All three operands are loaded by the same lane pattern, 16 rows by 2 chunks, so that one set
+    // of swizzled offsets in registers serves them all. Shared addresses; query_row: the warp's first row in `queries`. masked: some row
+    // does not see all keys; `visible(m, half)` says how many, from the tile's first key on.
+    template <typename Visible>
     __device__ __forceinline__ void step(uint32 queries, int query_row, uint32 keys, uint32 values,
-                                         const int (&visible)[kRowTiles][2], float scale_log2) {
+                                         bool masked, Visible visible, float scale_log2) {
         const int lane = threadIdx.x % kWarpSize;
         float scores[kRowTiles][kKeys / 8][4] = {};
 #pragma unroll
@@ -64,12 +65,11 @@ struct WarpAttention {
 #pragma unroll
             for (int n = 0; n < kKeys / 16; ++n) {
                 uint32 b[4];
-                load_matrices(b, keys + Rows::offset(n * 16 + lane % 8 + lane / 16 * 8,
-                                                     2 * k + lane / 8 % 2));
+                load_matrices(b, keys + Rows::offset(n * 16 + lane % 16, 2 * k + lane / 16));
 #pragma unroll
                 for (int m = 0; m < kRowTiles; ++m) {
-                    multiply_add<T>(scores[m][2 * n], a[m], b[0], b[1]);
-                    multiply_add<T>(scores[m][2 * n + 1], a[m], b[2], b[3]);
+                    multiply_add<T>(scores[m][2 * n], a[m], b[0], b[2]);
+                    multiply_add<T>(scores[m][2 * n + 1], a[m], b[1], b[3]);
                 }
             }
         }
@@ -77,7 +77,8 @@ struct WarpAttention {
         for (int m = 0; m < kRowTiles; ++m) {
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
-                soften<kMasked>(scores[m], m, half, visible[m][half], scale_log2);
+                if (masked) hide(scores[m], half, visible(m, half));
+                soften(scores[m], m, half, scale_log2);
             }
         }
 #pragma unroll
@@ -105,19 +106,27 @@ struct WarpAttention {
         }
     }
 
-    // Scores of one row become weights; what was summed so far is brought to the new maximum.
-    template <bool kMasked>
-    __device__ __forceinline__ void soften(float (&scores)[kKeys / 8][4], int m, int half,
-                                           int visible, float scale_log2) {
+    // Keys that a row does not see.
+    __device__ __forceinline__ void hide(float (&scores)[kKeys / 8][4], int half, int visible) {
         const int column = threadIdx.x % 4 * 2;
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if (n * 8 + column + i >= visible) scores[n][2 * half + i] = -CUENGINE_INFINITY;
+            }
+        }
+    }
+
+    // Scores of one row become weights; what was summed so far is brought to the new maximum.
+    __device__ __forceinline__ void soften(float (&scores)[kKeys / 8][4], int m, int half,
+                                           float scale_log2) {
         float highest = maximum[m][half];
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
-                float& score = scores[n][2 * half + i];
-                if (kMasked && n * 8 + column + i >= visible) score = -CUENGINE_INFINITY;
-                highest = fmaxf(highest, score);
+                highest = fmaxf(highest, scores[n][2 * half + i]);
             }
         }
         highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));

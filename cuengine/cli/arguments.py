@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cuengine.config import BLOCK_SIZES, DEFAULT_MODEL, EngineConfig
+from cuengine.device.kernel_variants import DTYPES as KERNEL_DTYPES
+from cuengine.device.kernel_variants import HEAD_DIMS
 from cuengine.errors import ConfigError, CuengineError, RequestError
 
 if TYPE_CHECKING:
@@ -127,9 +130,62 @@ def build_parser() -> argparse.ArgumentParser:
     pull = command("pull", "fetch a model and prepare it, so that it starts at once")
     _add_model(pull)
 
+    compile_ = command("compile", "build the CUDA kernels ahead, with no GPU present")
+    _add_compile(compile_)
+
     info = command("info", "show what cuengine finds on this machine; for bug reports")
     info.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _add_compile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--arch",
+        type=_architectures,
+        required=True,
+        metavar="sm_80,sm_90",
+        help="GPU architectures, with commas",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder to write the kernels to"
+    )
+    parser.add_argument(
+        "--head-dim",
+        type=_choices(*map(str, HEAD_DIMS)),
+        default=HEAD_DIMS,
+        metavar="64,128",
+        help="head sizes (default: all)",
+    )
+    parser.add_argument(
+        "--dtype",
+        type=_choices(*KERNEL_DTYPES),
+        default=tuple(KERNEL_DTYPES),
+        metavar="bfloat16,float16",
+        help="dtypes of weights and activations (default: all)",
+    )
+    parser.add_argument(
+        "--cuda", type=int, choices=(12, 13), help="CUDA version to compile with (default: newest)"
+    )
+
+
+def _architectures(text: str) -> list[int]:
+    if not re.fullmatch(r"sm_\d+(,sm_\d+)*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as sm_80,sm_90")
+    return [int(name[3:]) for name in text.split(",")]
+
+
+def _choices(*allowed: str) -> Callable[[str], list[Any]]:
+    """Reads a list with commas of the values allowed; numbers come as int."""
+
+    def read(text: str) -> list[Any]:
+        names = text.split(",")
+        if unknown := [name for name in names if name not in allowed]:
+            raise argparse.ArgumentTypeError(
+                f"{', '.join(unknown)}: not one of {', '.join(allowed)}"
+            )
+        return [int(name) if name.isdecimal() else name for name in names]
+
+    return read
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

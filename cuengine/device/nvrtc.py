@@ -112,7 +112,9 @@ class Nvrtc:
             return CompiledProgram(
                 cubin=self._bytes(program, "nvrtcGetCUBIN"),
                 ptx=self._bytes(program, "nvrtcGetPTX").rstrip(b"\0"),
-                names={expression: self._lowered(program, expression) for expression in expressions},
+                names={
+                    expression: self._lowered(program, expression) for expression in expressions
+                },
                 log=log,
             )
         finally:
