@@ -6,9 +6,10 @@ Golden data (reference outputs of Hugging Face transformers in float32) is in te
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,14 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+
+
+@pytest.fixture(autouse=True)
+def _log_level() -> Iterator[None]:
+    """main() sets the level of the process's logger."""
+    level = logging.getLogger("cuengine").level
+    yield
+    logging.getLogger("cuengine").setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import pty
 import re
@@ -14,7 +13,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,6 @@ from cuengine.model.tokenizer import Tokenizer
 
 SECONDS = 60
 """For something to happen that only fails to happen when it is broken."""
-
-
-@pytest.fixture(autouse=True)
-def _log_level() -> Iterator[None]:
-    """main() sets the level of the process's logger."""
-    level = logging.getLogger("cuengine").level
-    yield
-    logging.getLogger("cuengine").setLevel(level)
 
 
 def _command(*arguments: object) -> list[str]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -28,14 +27,6 @@ from cuengine.errors import RequestError
 from cuengine.model.generation_config import GenerationDefaults
 from cuengine.outputs import RequestDelta, SequenceDelta
 from cuengine.sampling_params import SamplingParams
-
-
-@pytest.fixture(autouse=True)
-def _log_level() -> Iterator[None]:
-    """main() sets the level of the process's logger."""
-    level = logging.getLogger("cuengine").level
-    yield
-    logging.getLogger("cuengine").setLevel(level)
 
 
 def _usage_error(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
