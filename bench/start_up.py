@@ -3,8 +3,9 @@
     python bench/start_up.py --runs 5 --limit 3
 
 The first run warms the model's and the kernels' caches and does not count. Where this interpreter,
-or the one in $CUENGINE_BENCH_PYTHON_VLLM, has vLLM, that starts on the same model too, after a run
-to warm its caches. Prints one line of JSON and exits with 1 where the median is above the limit.
+or the one in $CUENGINE_BENCH_PYTHON_VLLM, has vLLM, that starts on the same model too, once to warm
+its caches and once to count. Prints one line of JSON and exits with 1 where cuengine's median is
+above the limit.
 """
 
 from __future__ import annotations
