@@ -1,4 +1,7 @@
-"""Reads the PTX that NVRTC and nvcc write, into kernels of flat instructions. Meaning: translate.py."""
+"""Reads the PTX that NVRTC and nvcc write, into kernels of flat instructions.
+
+What they mean: translate.py.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ Registers are C locals; those alive across a barrier are kept in the thread's st
 known here is an error that names the instruction. The C that all kernels share is in runtime.c.
 """
 
+# ruff: noqa: E501 - the C that is made is easier to follow on one line
 from __future__ import annotations
 
 import re
@@ -343,11 +344,8 @@ class Translation:
     def _operand(self, operand: str, kind: str, n: int, name: str) -> str:
         if name == "selp" and n == 2:
             return self._get(operand, "pred")
-        if (
-            (name in ("shl", "shr")
-            and n == 1)
-            or (name in ("bfi", "bfe")
-            and n >= (2 if name == "bfi" else 1))
+        if (name in ("shl", "shr") and n == 1) or (
+            name in ("bfi", "bfe") and n >= (2 if name == "bfi" else 1)
         ):
             return self._get(operand, "u32")
         return self._get(operand, kind)
