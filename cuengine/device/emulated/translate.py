@@ -20,6 +20,8 @@ _ROUNDING = {"rz": "FE_TOWARDZERO", "rm": "FE_DOWNWARD", "rp": "FE_UPWARD"}
 _APPROXIMATE = {"ex2": "exp2f({})", "lg2": "log2f({})", "sin": "sinf({})", "cos": "cosf({})",
                 "tanh": "tanhf({})", "rsqrt": "(1 / sqrtf({}))", "rcp": "(1 / {})",
                 "sqrt": "sqrtf({})"}  # fmt: skip
+_REFUSED = {"cc", "relu", "xorsign", "satfinite"}
+"""Modifiers that would change a result and are not translated."""
 _COLLECTIVES = ("shfl", "vote", "match", "redux", "ldmatrix", "stmatrix", "mma", "bar", "barrier")
 
 
@@ -291,6 +293,9 @@ class Translation:
     def _one(self, i: Instruction, pc: int) -> tuple[list[str], set[str] | None]:
         parts, ops = i.opcode.split("."), i.operands
         name, kind = parts[0], parts[-1]
+        saturates = "sat" in parts and name != "cvt" and kind != "f32"
+        if saturates or _REFUSED & set(parts) or (name == "mad" and "hi" in parts):
+            raise ValueError
         if name in _COLLECTIVES:
             return self._collective(i)
         if name in ("ld", "ldu", "st"):
