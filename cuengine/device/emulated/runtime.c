@@ -36,9 +36,9 @@ enum { OUTSIDE = 1, NO_ACCESS, UNDEFINED, MISALIGNED, SHARED_OUTSIDE, SHARED_UNW
 enum { READY, AT_BARRIER, AT_COLLECTIVE, EXITED };
 enum { SHFL_UP, SHFL_DOWN, SHFL_BFLY, SHFL_IDX, VOTE_ALL, VOTE_ANY, VOTE_UNI, VOTE_BALLOT,
        MATCH_ANY, MATCH_ALL, REDUX_ADD, REDUX_MIN_U, REDUX_MAX_U, REDUX_MIN_S, REDUX_MAX_S,
-       REDUX_AND, REDUX_OR, REDUX_XOR, SYNC_WARP, LDMATRIX, LDMATRIX_TRANS, STMATRIX,
-       STMATRIX_TRANS, MMA_BF16_K16, MMA_F16_K16, MMA_BF16_K8, MMA_F16_K8, MMA_TF32_K8,
-       BAR_SYNC, BAR_POPC, BAR_AND, BAR_OR };
+       REDUX_AND, REDUX_OR, REDUX_XOR, SYNC_WARP, LDMATRIX, LDMATRIX_TRANS,
+       MMA_BF16_K16, MMA_F16_K16, MMA_BF16_K8, MMA_F16_K8, MMA_TF32_K8,
+       BAR_SYNC };
 
 typedef struct {
     uint32_t destination, size, group;
@@ -313,40 +313,25 @@ static inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
     }
     return r;
 }
-static inline int32_t dot4(uint32_t a, uint32_t b, int32_t c, int a_signed, int b_signed) {
-    for (int i = 0; i < 32; i += 8) {
-        int x = a_signed ? (int8_t)(a >> i) : (uint8_t)(a >> i);
-        int y = b_signed ? (int8_t)(b >> i) : (uint8_t)(b >> i);
-        c = (int32_t)((uint32_t)c + (uint32_t)(x * y));
-    }
-    return c;
-}
 
 /* ---- warps ---- */
 
 static void matrix_move(Thread *w, int kind, int count) {
-    int transposed = kind == LDMATRIX_TRANS || kind == STMATRIX_TRANS;
-    int store = kind == STMATRIX || kind == STMATRIX_TRANS;
+    int transposed = kind == LDMATRIX_TRANS;
     for (int m = 0; m < count; m++) {
         uint16_t tile[8][8];
         for (int row = 0; row < 8; row++) {
             Thread *t = &w[8 * m + row];
             aligned(t, t->in64, 16, t->pc);
-            if (store) continue;
             memcpy(tile[row], shared_at(t, t->in64, 16, 0, t->pc), 16);
         }
         for (int lane = 0; lane < 32; lane++) {
             for (int i = 0; i < 2; i++) {
                 int row = lane / 4, column = lane % 4 * 2 + i;
                 uint16_t *at = transposed ? &tile[column][row] : &tile[row][column];
-                if (store) *at = (uint16_t)(w[lane].in[m] >> (16 * i));
-                else if (i == 0) w[lane].out[m] = *at;
+                if (i == 0) w[lane].out[m] = *at;
                 else w[lane].out[m] |= (uint32_t)*at << 16;
             }
-        }
-        for (int row = 0; store && row < 8; row++) {
-            Thread *t = &w[8 * m + row];
-            memcpy(shared_at(t, t->in64, 16, 1, t->pc), tile[row], 16);
         }
     }
 }
@@ -404,7 +389,7 @@ static void collective(Thread *w, uint32_t mask) {
     int kind = first->kind;
     if (kind <= SHFL_IDX) shuffle(w, mask, kind);
     else if (kind >= MMA_BF16_K16 && kind <= MMA_TF32_K8) matrix_multiply(w, kind);
-    else if (kind >= LDMATRIX && kind <= STMATRIX_TRANS) matrix_move(w, kind, (int)first->in[8]);
+    else if (kind >= LDMATRIX && kind <= LDMATRIX_TRANS) matrix_move(w, kind, (int)first->in[8]);
     else if (kind != SYNC_WARP) {
         uint32_t ballot = 0, sum = 0, least = ~0u, most = 0, all = ~0u, any = 0, odd = 0;
         int32_t low = INT32_MAX, high = INT32_MIN;
@@ -485,18 +470,16 @@ static void run_warp(Thread *w, uint32_t size) {
 static int open_barriers(void) {
     int opened = 0;
     for (uint32_t id = 0; id < 16; id++) {
-        uint32_t there = 0, ones = 0, wanted = 0;
+        uint32_t there = 0, wanted = 0;
         for (uint32_t i = 0; i < num_threads; i++)
             if (threads[i].state == AT_BARRIER && threads[i].in[0] == id) {
                 there++;
-                ones += threads[i].in[2] != 0;
                 wanted = threads[i].in[1] ? threads[i].in[1] : num_threads;
             }
         if (!there || there != wanted) continue;
         for (uint32_t i = 0; i < num_threads; i++) {
             Thread *t = &threads[i];
             if (t->state != AT_BARRIER || t->in[0] != id) continue;
-            t->out[0] = t->kind == BAR_POPC ? ones : t->kind == BAR_AND ? ones == there : ones != 0;
             t->state = READY;
         }
         opened = 1;
