@@ -31,3 +31,7 @@ class RequestError(CuengineError, ValueError):
 
 class EngineStoppedError(CuengineError):
     """The engine has stopped, or failed, and takes no more requests."""
+
+
+class DeviceMemoryError(CuengineError):
+    """The device has less free memory than was asked for."""
