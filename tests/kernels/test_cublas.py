@@ -34,7 +34,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     library = tmp_path_factory.mktemp("cublas") / "libcublas_stub.so"
     source = Path(__file__).with_name("cublas_stub.c")
     subprocess.run(
-        ["gcc", "-std=c11", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-o", library, source, "-lm"],
+        ["gcc", "-std=c11", "-O1", "-Wall", "-shared", "-fPIC", "-o", library, source, "-lm"],
         check=True,
     )  # fmt: skip
     return library
