@@ -35,12 +35,11 @@ _PADDING = 64
 """Scores are padded to a multiple of this, so that vectorised sums have no rest, whose order would
 differ."""
 
-_PARALLEL_FROM = 131072
-"""Elements from which on it pays to wake the other threads: one does as many in 20 us or less."""
+_PARALLEL_FROM = 16384
+"""Elements from which on sharing them out pays: the threads still spin after the last product."""
 
-_AHEAD = 2
-"""Blocks that keys are asked for before their use: one is too short for the hardware to see that it
-is read in order."""
+_TASKS_PER_THREAD = 4
+"""Tasks from which on threads are done at about the same time."""
 
 _FAST = {"reassoc", "contract", "nsz", "arcp", "nnan"}
 
@@ -189,13 +188,8 @@ def _rotary_cache(
 
 
 @njit()
-def _scores(
-    queries: Float32, keys: Float32, scores: Float32, start: int, ahead: Float32, values: Float32
-) -> None:
-    """scores[r, start + t] = queries[r] . keys[t] for the tokens of a block [block_size, dim].
-
-    ahead, values: blocks to be prefetched.
-    """
+def _scores(queries: Float32, keys: Float32, scores: Float32, start: int) -> None:
+    """scores[r, start + t] = queries[r] . keys[t] for the tokens of a block [block_size, dim]."""
     rows, dim = queries.shape
     stride = scores.shape[1]
     for first in range(0, len(keys), SCORE_COLUMNS):
@@ -207,8 +201,6 @@ def _scores(
                 dim,
                 scores.ctypes.data + 4 * (row * stride + start + first),
                 stride,
-                ahead.ctypes.data + 4 * first * dim,
-                values.ctypes.data + 4 * first * dim,
             )
     for k in range(dim // LANES * LANES, dim):
         for row in range(rows):
@@ -227,26 +219,14 @@ def _mix(weights: Float32, start: int, count: int, values: Float32, out: Float32
         weights_at = weights.ctypes.data + 4 * (row * stride + start)
         column = 0
         while column + wide <= dim:
-            mix_tile(
-                these,
-                weights_at,
-                stride,
-                count,
-                values.ctypes.data + 4 * column,
-                dim,
-                out.ctypes.data + 4 * (row * dim + column),
-            )
+            values_at = values.ctypes.data + 4 * column
+            out_at = out.ctypes.data + 4 * (row * dim + column)
+            mix_tile(these, weights_at, stride, count, values_at, dim, out_at)
             column += wide
         while column + LANES <= dim:
-            mix_tile_narrow(
-                these,
-                weights_at,
-                stride,
-                count,
-                values.ctypes.data + 4 * column,
-                dim,
-                out.ctypes.data + 4 * (row * dim + column),
-            )
+            values_at = values.ctypes.data + 4 * column
+            out_at = out.ctypes.data + 4 * (row * dim + column)
+            mix_tile_narrow(these, weights_at, stride, count, values_at, dim, out_at)
             column += LANES
     for column in range(dim // LANES * LANES, dim):
         for row in range(rows):
@@ -273,8 +253,7 @@ def _span(
     queries: Float32,
     group: int,
     position: int,
-    keys: Float32,
-    values: Float32,
+    kv_layer: Float32,
     table: Int32,
     head: int,
     start: int,
@@ -284,35 +263,37 @@ def _span(
 ) -> None:
     """Attention of a tile over the cached tokens from start to start + SPAN, unnormalised.
 
-    queries   [rows, dim], scaled; row r is a query head of the token at position + r // group
-    out       [rows, dim]: sums of exp(score - maximum) * value
-    state     [rows, 2]: the maximum and the sum of the exponentials; -inf and 0 where a row's token
-              sees nothing of the span
+    queries   [heads, rows, dim], scaled, for the KV heads from head on; row r is a query head of
+              the token at position + r // group
+    scores    [heads, rows, SPAN], to work in
+    out       [heads, rows, dim]: sums of exp(score - maximum) * value
+    state     [heads, rows, 2]: the maximum and the sum of the exponentials; -inf and 0 where a
+              row's token sees nothing of the span
     """
-    rows = len(queries)
-    block_size = keys.shape[2]
+    heads, rows, _ = queries.shape
+    block_size = kv_layer.shape[3]
     end = min(start + SPAN, position + (rows - 1) // group + 1)
     count = end - start
     padded = (count + _PADDING - 1) // _PADDING * _PADDING
-    last = (end - 1) // block_size
-    for index in range(start // block_size, last + 1):
-        block = table[index]
-        ahead = keys[table[min(index + _AHEAD, last)], head]
-        token = index * block_size - start
-        _scores(queries, keys[block, head], scores, token, ahead, values[block, head])
+    for token in range(0, count, block_size):
+        keys = kv_layer[0, table[(start + token) // block_size]]
+        for i in range(heads):
+            _scores(queries[i], keys[head + i], scores[i], token)
     for row in range(rows):
         visible = min(count, position + row // group + 1 - start)
-        if visible <= 0:
-            scores[row, :padded] = 0
-            state[row, 0], state[row, 1] = -np.inf, 0
-        else:
-            # What lies behind the last token is junk, or a token that this row must not see.
-            scores[row, visible:padded] = -np.float32(1e30)
-            state[row] = _exp_scores(scores[row, :padded])
+        for i in range(heads):
+            if visible <= 0:
+                scores[i, row, :padded] = 0
+                state[i, row, 0], state[i, row, 1] = -np.inf, 0
+            else:
+                # What lies behind the last token is junk, or one that this row must not see.
+                scores[i, row, visible:padded] = -np.float32(1e30)
+                state[i, row] = _exp_scores(scores[i, row, :padded])
     out[:] = 0
     for token in range(0, count, block_size):
-        block = values[table[(start + token) // block_size], head]
-        _mix(scores, token, min(block_size, count - token), block, out)
+        values = kv_layer[1, table[(start + token) // block_size]]
+        for i in range(heads):
+            _mix(scores[i], token, min(block_size, count - token), values[head + i], out[i])
 
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")
@@ -336,40 +317,48 @@ def _finish(total: Float32, state: Float32, out: Float32) -> None:
 
 @njit()
 def _list_tasks(
-    query_start_loc: Int32, seq_lens: Int32, kv_heads: int, tile_tokens: int
+    query_start_loc: Int32, seq_lens: Int32, kv_heads: int, tile_tokens: int, num_threads: int
 ) -> tuple[Int32, Int32]:
-    """What threads can do independently, as rows (sequence, first token, tokens, KV head, span).
+    """What threads can do independently, as rows (sequence, first token, tokens, KV head, KV heads,
+    span).
 
-    A tile of a prompt's chunk goes over all its spans (span -1); one of a lone token has a task for
-    each, so that one long sequence keeps all threads busy. The second array has, for each sequence,
-    the first row of its spans' partial results, or -1.
+    A tile of a prompt's chunk goes over all its spans (span -1), head by head. A lone token has a
+    task for each span, so that one long sequence keeps all threads busy. Where there are enough of
+    those, each is for all heads: they lie together in a block, and the hardware reads long pieces
+    of memory ahead better than any prefetching of ours does.
+    The second array has, for each sequence, the first row of its spans' partial results, or -1.
     """
-    num_tasks, num_partials = 0, 0
+    num_tasks, num_partials, num_lone = 0, 0, 0
     partial_starts = np.full(len(seq_lens), -1, np.int32)
     for seq in range(len(seq_lens)):
         tokens = query_start_loc[seq + 1] - query_start_loc[seq]
         spans = (seq_lens[seq] + SPAN - 1) // SPAN
-        if tokens == 1 and spans > 1:
-            partial_starts[seq] = num_partials
-            num_partials += kv_heads * spans
-            num_tasks += kv_heads * spans
-        else:
+        if tokens > 1:
             num_tasks += kv_heads * ((tokens + tile_tokens - 1) // tile_tokens)
-    tasks = np.empty((num_tasks, 5), np.int32)
+        elif tokens == 1:
+            num_tasks += kv_heads * spans
+            num_lone += spans
+            if spans > 1:
+                partial_starts[seq] = num_partials
+                num_partials += kv_heads * spans
+    lone_heads = kv_heads if num_lone >= _TASKS_PER_THREAD * num_threads else 1
+    tasks = np.empty((num_tasks, 6), np.int32)
     task = 0
     for seq in range(len(seq_lens)):
         first, end = query_start_loc[seq], query_start_loc[seq + 1]
+        heads = lone_heads if end - first == 1 else 1
         # Last tiles first: they see the most, and short tasks at the end even out the threads.
         for tile in range((end - first + tile_tokens - 1) // tile_tokens - 1, -1, -1):
             token = first + tile * tile_tokens
             spans = (seq_lens[seq] + SPAN - 1) // SPAN if partial_starts[seq] >= 0 else 1
             for span in range(spans):
-                for head in range(kv_heads):
+                for head in range(0, kv_heads, heads):
                     tasks[task, 0], tasks[task, 1] = seq, token
-                    tasks[task, 2], tasks[task, 3] = min(tile_tokens, end - token), head
-                    tasks[task, 4] = span if partial_starts[seq] >= 0 else -1
+                    tasks[task, 2] = min(tile_tokens, end - token)
+                    tasks[task, 3], tasks[task, 4] = head, heads
+                    tasks[task, 5] = span if partial_starts[seq] >= 0 else -1
                     task += 1
-    return tasks, partial_starts
+    return tasks[:task], partial_starts
 
 
 @njit(parallel=True, cache=True, error_model="numpy")
@@ -387,74 +376,70 @@ def _paged_attention(
     num_heads = q.shape[1] // dim
     group = num_heads // kv_heads
     tile_tokens = max(1, TILE // group)
-    tile_rows = tile_tokens * group
-    q_heads = q.reshape(len(q), num_heads, dim)
-    out_heads = out.reshape(len(q), num_heads, dim)
-    tasks, partial_starts = _list_tasks(query_start_loc, seq_lens, kv_heads, tile_tokens)
+    # [tokens, KV heads, query heads of each, dim]
+    q_heads = q.reshape(len(q), kv_heads, group, dim)
+    out_heads = out.reshape(len(q), kv_heads, group, dim)
+    tasks, partial_starts = _list_tasks(
+        query_start_loc, seq_lens, kv_heads, tile_tokens, num_threads
+    )
     num_partials = 0
     for seq in range(len(seq_lens)):
         if partial_starts[seq] >= 0:
             num_partials += kv_heads * ((seq_lens[seq] + SPAN - 1) // SPAN)
     partials = np.empty((num_partials, group, dim), np.float32)
     partial_states = np.empty((num_partials, group, 2), np.float32)
+    # A tile has many tokens or many heads.
+    most_rows = max(tile_tokens, kv_heads) * group
     following = np.zeros(1, np.int64)
     for _ in prange(min(num_threads, len(tasks))):
-        queries = np.empty((tile_rows, dim), np.float32)
-        scores = np.empty((tile_rows, SPAN), np.float32)
-        part = np.empty((tile_rows, dim), np.float32)
-        part_state = np.empty((tile_rows, 2), np.float32)
-        total = np.empty((tile_rows, dim), np.float32)
-        total_state = np.empty((tile_rows, 2), np.float32)
+        query_rows = np.empty(most_rows * dim, np.float32)
+        score_rows = np.empty(most_rows * SPAN, np.float32)
+        total_rows = np.empty(most_rows * dim, np.float32)
+        total_states = np.empty(most_rows * 2, np.float32)
+        part_rows = np.empty(most_rows * dim, np.float32)
+        part_states = np.empty(most_rows * 2, np.float32)
         while True:
             task = fetch_add(following.ctypes.data, 1)
             if task >= len(tasks):
                 break
-            seq, token, tokens, head, span = tasks[task]
+            seq, token, tokens, head, heads, span = tasks[task]
             rows = tokens * group
+            size = heads * rows
+            queries = query_rows[: size * dim].reshape(heads, rows, dim)
+            scores = score_rows[: size * SPAN].reshape(heads, rows, SPAN)
+            for i in range(heads):
+                for row in range(rows):
+                    source = q_heads[token + row // group, head + i, row % group]
+                    for k in range(dim):
+                        queries[i, row, k] = source[k] * scale
             position = seq_lens[seq] - query_start_loc[seq + 1] + token
-            for row in range(rows):
-                source = q_heads[token + row // group, head * group + row % group]
-                for i in range(dim):
-                    queries[row, i] = source[i] * scale
-            keys, values, table = kv_layer[0], kv_layer[1], block_tables[seq]
+            table = block_tables[seq]
             if span >= 0:
-                index = partial_starts[seq] + span * kv_heads + head
-                _span(
-                    queries[:rows],
-                    group,
-                    position,
-                    keys,
-                    values,
-                    table,
-                    head,
-                    span * SPAN,
-                    scores,
-                    partials[index],
-                    partial_states[index],
+                first = partial_starts[seq] + span * kv_heads + head
+                target, state = (
+                    partials[first : first + heads],
+                    partial_states[first : first + heads],
                 )
+                start = span * SPAN
+                _span(queries, group, position, kv_layer, table, head, start, scores, target, state)
                 continue
-            end = position + tokens
-            for start in range(0, end, SPAN):
+            total = total_rows[: size * dim].reshape(heads, rows, dim)
+            total_state = total_states[: size * 2].reshape(heads, rows, 2)
+            part = part_rows[: size * dim].reshape(heads, rows, dim)
+            part_state = part_states[: size * 2].reshape(heads, rows, 2)
+            for start in range(0, position + tokens, SPAN):
                 target, state = (total, total_state) if start == 0 else (part, part_state)
-                _span(
-                    queries[:rows],
-                    group,
-                    position,
-                    keys,
-                    values,
-                    table,
-                    head,
-                    start,
-                    scores,
-                    target[:rows],
-                    state[:rows],
-                )
+                _span(queries, group, position, kv_layer, table, head, start, scores, target, state)
                 if start > 0:
-                    for row in range(rows):
-                        _fold(total[row], total_state[row], part[row], part_state[row])
-            for row in range(rows):
-                target_row = out_heads[token + row // group, head * group + row % group]
-                _finish(total[row], total_state[row], target_row)
+                    for i in range(heads):
+                        for row in range(rows):
+                            _fold(
+                                total[i, row], total_state[i, row], part[i, row], part_state[i, row]
+                            )
+            for i in range(heads):
+                for row in range(rows):
+                    target_row = out_heads[token + row // group, head + i, row % group]
+                    _finish(total[i, row], total_state[i, row], target_row)
     for seq in range(len(seq_lens)):
         first = partial_starts[seq]
         if first >= 0:
@@ -471,5 +456,5 @@ def _paged_attention(
                             partial_states[index, row],
                         )
                 for row in range(group):
-                    target_row = out_heads[token, head * group + row]
+                    target_row = out_heads[token, head, row]
                     _finish(partials[start, row], partial_states[start, row], target_row)

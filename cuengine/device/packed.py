@@ -18,15 +18,26 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from llvmlite import binding, ir
 from numba import prange, types
 
 from cuengine.batch import Float32, Int32
-from cuengine.device.numba_setup import declare, intrinsic, njit
+from cuengine.device.llvm import (
+    I64,
+    LANES,
+    WIDE,
+    ZERO,
+    at,
+    broadcast,
+    fma,
+    load,
+    loop,
+    prefetch,
+    store,
+    switch_rows,
+)
+from cuengine.device.numba_setup import intrinsic, njit
 
-_WIDE = binding.get_host_cpu_features().get("avx512f", False)
-LANES = 16 if _WIDE else 8
-ROWS = 12 if _WIDE else 6
+ROWS = 12 if WIDE else 6
 VECTORS = 2
 PANEL = LANES * VECTORS
 """ROWS * VECTORS sums, VECTORS of w and one of x: 27 of AVX-512's 32 registers, 15 of AVX2's 16."""
@@ -37,132 +48,61 @@ _LINE = 64
 _LINES_AHEAD = _UNROLL * PANEL * 4 // _LINE // 4
 """Cache lines of the next panel fetched per unrolled step: a quarter of a panel in every tile."""
 
-_I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
-_VECTOR = ir.VectorType(_F32, LANES)
-
 
 @intrinsic
 def _tile(
-    typing: Any, rows: Any, x: Any, depth: Any, panel: Any, out: Any, width: Any, ahead: Any
+    typing: Any,
+    rows: Any,
+    x: Any,
+    depth: Any,
+    panel: Any,
+    out: Any,
+    width: Any,
+    ahead: Any,
 ) -> tuple[Any, Any]:
     """out[r, :PANEL] = sum over k of x[r, k] * panel[k, :PANEL], for r < rows <= ROWS.
 
     x, panel, out are addresses; x has `depth` floats a row, out `width`. A quarter of a panel is
-    prefetched from the address `ahead`. One loop over k for each number of rows: a switch picks it.
+    prefetched from the address `ahead`.
     """
-    signature = types.void(*[types.intp] * 7)
 
-    def emit(context: Any, builder: Any, _signature: Any, arguments: Any) -> Any:
-        rows, *rest = arguments
-        done = builder.append_basic_block("tile.done")
-        switch = builder.switch(rows, done)
-        for count in range(1, ROWS + 1):
-            block = builder.append_basic_block(f"tile.{count}")
-            switch.add_case(ir.Constant(rows.type, count), block)
-            builder.position_at_end(block)
-            _emit_tile(builder, count, *rest)
-            builder.branch(done)
-        builder.position_at_end(done)
-        return context.get_dummy_value()
+    def emit_rows(builder: Any, count: int, arguments: list[Any]) -> None:
+        x, depth, panel, out, width, ahead = arguments
+        x_rows = [at(builder, x, builder.mul(depth, I64(row))) for row in range(count)]
+        unrolled = builder.and_(depth, I64(-_UNROLL))
 
-    return signature, emit
+        def add_products(k: Any, sums: list[Any]) -> list[Any]:
+            start = at(builder, panel, builder.mul(k, I64(PANEL)))
+            weights = [
+                load(builder, at(builder, start, I64(vector * LANES)), align=_LINE)
+                for vector in range(VECTORS)
+            ]
+            added = []
+            for row in range(count):
+                value = broadcast(builder, at(builder, x_rows[row], k))
+                for vector in range(VECTORS):
+                    total = sums[row * VECTORS + vector]
+                    added.append(fma(builder, value, weights[vector], total))
+            return added
 
+        def add_unrolled(k: Any, sums: list[Any]) -> list[Any]:
+            floats_ahead = _LINES_AHEAD * _LINE // 4 // _UNROLL
+            line = at(builder, ahead, builder.mul(k, I64(floats_ahead)))
+            for number in range(_LINES_AHEAD):
+                prefetch(builder, builder.add(line, I64(number * _LINE)))
+            for step in range(_UNROLL):
+                sums = add_products(builder.add(k, I64(step)), sums)
+            return sums
 
-def _emit_tile(
-    builder: Any, rows: int, x: Any, depth: Any, panel: Any, out: Any, width: Any, ahead: Any
-) -> None:
-    zeros = [ir.Constant(_VECTOR, [0.0] * LANES)] * (rows * VECTORS)
-    x_rows = [_offset(builder, x, builder.mul(depth, _I64(row))) for row in range(rows)]
-    unrolled = builder.and_(depth, _I64(-_UNROLL))
+        sums = [ZERO] * (count * VECTORS)
+        sums = loop(builder, I64(0), unrolled, _UNROLL, sums, add_unrolled)
+        sums = loop(builder, unrolled, depth, 1, sums, add_products)
+        for index, total in enumerate(sums):
+            row, vector = divmod(index, VECTORS)
+            position = builder.add(builder.mul(width, I64(row)), I64(vector * LANES))
+            store(builder, total, at(builder, out, position))
 
-    def add_products(k: Any, sums: list[Any]) -> list[Any]:
-        start = _offset(builder, panel, builder.mul(k, _I64(PANEL)))
-        weights = [
-            _load(builder, _offset(builder, start, _I64(vector * LANES)), _VECTOR, _LINE)
-            for vector in range(VECTORS)
-        ]
-        fma = declare(builder, ir.FunctionType(_VECTOR, [_VECTOR] * 3), f"llvm.fmuladd.v{LANES}f32")
-        added = []
-        for row in range(rows):
-            value = _broadcast(builder, _load(builder, _offset(builder, x_rows[row], k), _F32, 4))
-            for vector in range(VECTORS):
-                added.append(
-                    builder.call(fma, [value, weights[vector], sums[row * VECTORS + vector]])
-                )
-        return added
-
-    def add_unrolled(k: Any, sums: list[Any]) -> list[Any]:
-        floats_ahead = _LINES_AHEAD * _LINE // 4 // _UNROLL
-        line = _offset(builder, ahead, builder.mul(k, _I64(floats_ahead)))
-        for number in range(_LINES_AHEAD):
-            _prefetch(builder, builder.add(line, _I64(number * _LINE)))
-        for step in range(_UNROLL):
-            sums = add_products(builder.add(k, _I64(step)), sums)
-        return sums
-
-    sums = _emit_loop(builder, _I64(0), unrolled, _UNROLL, zeros, add_unrolled)
-    sums = _emit_loop(builder, unrolled, depth, 1, sums, add_products)
-    for index, total in enumerate(sums):
-        row, vector = divmod(index, VECTORS)
-        position = builder.add(builder.mul(width, _I64(row)), _I64(vector * LANES))
-        address = _offset(builder, out, position)
-        builder.store(total, builder.inttoptr(address, _VECTOR.as_pointer()), align=4)
-
-
-def _emit_loop(
-    builder: Any, start: Any, end: Any, step: int, sums: list[Any], body: Any
-) -> list[Any]:
-    """for k in range(start, end, step): sums = body(k, sums); the sums as they are at the end."""
-    before = builder.block
-    loop, after = builder.append_basic_block("loop"), builder.append_basic_block("after")
-    builder.cbranch(builder.icmp_signed("<", start, end), loop, after)
-
-    builder.position_at_end(loop)
-    k = builder.phi(_I64)
-    carried = [builder.phi(_VECTOR) for _ in sums]
-    added = body(k, carried)
-    following = builder.add(k, _I64(step))
-    k.add_incoming(start, before)
-    k.add_incoming(following, loop)
-    for phi, first, later in zip(carried, sums, added, strict=True):
-        phi.add_incoming(first, before)
-        phi.add_incoming(later, loop)
-    builder.cbranch(builder.icmp_signed("<", following, end), loop, after)
-
-    builder.position_at_end(after)
-    results = [builder.phi(_VECTOR) for _ in sums]
-    for phi, first, later in zip(results, sums, added, strict=True):
-        phi.add_incoming(first, before)
-        phi.add_incoming(later, loop)
-    return results
-
-
-def _offset(builder: Any, address: Any, count: Any) -> Any:
-    """The address of the float32 `count` places on."""
-    return builder.add(address, builder.mul(count, _I64(4)))
-
-
-def _load(builder: Any, address: Any, kind: Any, alignment: int) -> Any:
-    return builder.load(builder.inttoptr(address, kind.as_pointer()), align=alignment)
-
-
-def _prefetch(builder: Any, address: Any) -> None:
-    """Bring a cache line into L2. Addresses past an array are harmless."""
-    pointer = builder.inttoptr(address, ir.IntType(8).as_pointer())
-    prefetch = declare(
-        builder,
-        ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32]),
-        "llvm.prefetch.p0",
-    )
-    read, keep_in_l2, data = 0, 2, 1
-    builder.call(prefetch, [pointer, _I32(read), _I32(keep_in_l2), _I32(data)])
-
-
-def _broadcast(builder: Any, value: Any) -> Any:
-    undefined = ir.Constant(_VECTOR, ir.Undefined)
-    first = builder.insert_element(undefined, value, _I32(0))
-    lanes = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
-    return builder.shuffle_vector(first, undefined, lanes)
+    return types.void(*[types.intp] * 7), switch_rows(ROWS, emit_rows)
 
 
 @njit("void(float32[:, ::1], float32[:, :, ::1])", parallel=True, cache=True)
@@ -192,7 +132,7 @@ def _linear(x: Float32, panels: Float32, out: Float32) -> None:
             rows = (index + 1) * num_rows // num_tiles - row
             x_at = x.ctypes.data + 4 * row * depth
             panel_at = panels.ctypes.data + 4 * column * depth
-            ahead = panel_at + (4 + index) * PANEL * depth
+            ahead = panel_at + (4 + index % 4) * PANEL * depth
             if column + PANEL <= width:
                 out_at = out.ctypes.data + 4 * (row * width + column)
                 _tile(rows, x_at, depth, panel_at, out_at, width, ahead)
