@@ -64,5 +64,6 @@ def programs(dtype: str, head_dim: int, architecture: int) -> tuple[Program, ...
         ),
         by_head("paged_attention_prefill", f"paged_attention_prefill{suffix}"),
         Program("block_copy", "block_copy.cu"),
-        by_dtype("sampling", "apply_constraints", "report_logprobs"),
+        # Logits are float32 in every dtype.
+        Program("sampling", "sampling.cu", ("apply_constraints<fp32>", "report_logprobs<fp32>")),
     )
