@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from cuengine.batch import Batch, SamplerOutput, SamplingBatch
+from cuengine.batch import Batch, PendingOutput, SamplerOutput, SamplingBatch
 from cuengine.batch_builder import build_batch, build_sampling
 from cuengine.block_pool import BlockPool
 from cuengine.config import EngineConfig
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Runner(Protocol):
-    def run(self, batch: Batch, sampling: SamplingBatch) -> SamplerOutput: ...
+    def run(self, batch: Batch, sampling: SamplingBatch) -> PendingOutput: ...
 
 
 @dataclass(slots=True)
@@ -215,7 +215,7 @@ class Engine:
             return []
         try:
             batch = build_batch(step, self.config.block_size)
-            sampled = self.runner.run(batch, build_sampling(step))
+            sampled = self.runner.run(batch, build_sampling(step)).fetch()
         except BaseException:
             for chunk in step.chunks:
                 self.abort(chunk.sequence.request.request_id)
