@@ -172,13 +172,16 @@ class CupyRuntime:
     def guard(
         self,
         cache: DeviceArray,
+        tables: DeviceArray,
         block_tables: NDArray[np.int32],
         seq_lens: NDArray[np.int32],
         slot_mapping: NDArray[np.int64],
     ) -> None:
         """For the stand-in: a GPU has nothing to do."""
 
-    def unguard(self, cache: DeviceArray, blocks: NDArray[np.int32]) -> None:
+    def unguard(
+        self, cache: DeviceArray, sources: NDArray[np.int32], targets: NDArray[np.int32]
+    ) -> None:
         """For the stand-in: a GPU has nothing to do."""
 
     def ensure_context(self) -> None:
