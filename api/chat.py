@@ -10,9 +10,8 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from cuengine.api.answers import json_answer
-from cuengine.api.errors import ApiError
+from cuengine.api.checks import check_chat, check_generation
 from cuengine.api.generation import (
-    MAX_TOP_LOGPROBS,
     PromptResult,
     Sample,
     UsageCounter,
@@ -34,7 +33,6 @@ from cuengine.api.protocol import (
     ChatRequest,
     Delta,
     TopLogprob,
-    Typed,
     Usage,
 )
 from cuengine.api.state import ServerState
@@ -49,7 +47,8 @@ async def create_chat_completion(
     request: web.Request, state: ServerState, body: ChatRequest
 ) -> web.StreamResponse:
     model = state.check_model(body.model)
-    _check_supported(body)
+    check_generation(body, state.settings.max_n)
+    check_chat(body)
     params = _params(body, state)
     prompt = await encode_chat(
         state,
@@ -76,41 +75,6 @@ async def create_chat_completion(
         return await stream_answer(request, state, deltas, answer.chunks, answer.last_chunk)
     results, usage = await collect(deltas, 1, params)
     return json_answer(answer.whole(results[0], usage))
-
-
-def _check_supported(body: ChatRequest) -> None:
-    """What this server cannot do is refused, so that no answer pretends to it."""
-    if body.response_format is not None and body.response_format.type != "text":
-        raise ApiError(
-            400,
-            f"response_format {body.response_format.type!r} is not supported; only 'text' is.",
-            param="response_format",
-        )
-    choice = body.tool_choice
-    if isinstance(choice, Typed) or choice not in (None, "none", "auto"):
-        wanted = choice.type if isinstance(choice, Typed) else choice
-        raise ApiError(
-            400,
-            f"tool_choice {wanted!r} is not supported; 'none' and 'auto' are.",
-            param="tool_choice",
-        )
-    if body.modalities and body.modalities != ["text"]:
-        raise ApiError(400, "modalities: only ['text'] is supported.", param="modalities")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream: true.", param="stream_options")
-    if body.prompt_logprobs is not None and body.stream:
-        raise ApiError(
-            400, "prompt_logprobs cannot be combined with stream: true.", param="prompt_logprobs"
-        )
-    if body.top_logprobs is not None:
-        if not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
-            raise ApiError(
-                400,
-                f"top_logprobs={body.top_logprobs} is not from 0 to {MAX_TOP_LOGPROBS}.",
-                param="top_logprobs",
-            )
-        if body.top_logprobs and not body.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs")
 
 
 def _params(body: ChatRequest, state: ServerState) -> SamplingParams:

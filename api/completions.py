@@ -14,9 +14,9 @@ from msgspec import UNSET, UnsetType
 
 from cuengine.api.answers import json_answer
 from cuengine.api.body import invalid_field
+from cuengine.api.checks import check_completion, check_generation
 from cuengine.api.errors import ApiError
 from cuengine.api.generation import (
-    MAX_TOP_LOGPROBS,
     PromptResult,
     Sample,
     UsageCounter,
@@ -57,7 +57,8 @@ async def create_completion(
     request: web.Request, state: ServerState, body: CompletionRequest
 ) -> web.StreamResponse:
     model = state.check_model(body.model)
-    _check_supported(body)
+    check_generation(body, state.settings.max_n)
+    check_completion(body)
     given = parse_prompt(body.prompt)
     # `echo` without new tokens scores the prompt. The engine always makes one: it is left out.
     score_only = bool(body.echo) and body.max_tokens == 0
@@ -93,28 +94,6 @@ async def create_completion(
         return await stream_answer(request, state, deltas, answer.chunks, answer.last_chunk)
     results, usage = await collect(deltas, len(prompts), params)
     return json_answer(answer.whole(results, usage))
-
-
-def _check_supported(body: CompletionRequest) -> None:
-    if body.logprobs is not None and not 0 <= body.logprobs <= MAX_TOP_LOGPROBS:
-        raise ApiError(
-            400,
-            f"logprobs={body.logprobs} is not from 0 to {MAX_TOP_LOGPROBS}.",
-            param="logprobs",
-        )
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream: true.", param="stream_options")
-    if body.prompt_logprobs is not None and body.stream:
-        raise ApiError(
-            400, "prompt_logprobs cannot be combined with stream: true.", param="prompt_logprobs"
-        )
-    if body.stream and body.best_of is not None and body.best_of > (body.n or 1):
-        raise ApiError(
-            400,
-            f"best_of={body.best_of} with stream: true: the best {body.n or 1} are known only in "
-            "the end.",
-            param="best_of",
-        )
 
 
 def _params(body: CompletionRequest, state: ServerState, max_tokens: int) -> SamplingParams:

@@ -30,7 +30,6 @@ Deltas = AsyncGenerator[tuple[int, RequestDelta], None]
 
 # What JSON has instead of minus infinity, as in vLLM.
 LOGPROB_FLOOR = -9999.0
-MAX_TOP_LOGPROBS = 20
 
 
 def sampling_params(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cuengine.errors import ConfigError
+from cuengine.sampling_params import MAX_SAMPLES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,6 +14,7 @@ class ServerSettings:
     served_model_names   names that requests may use, the first is reported; empty: the model's
     api_keys             where given, /v1 needs one of them as bearer token
     cors_origins         origins that browsers may call from; "*" allows any
+    max_n                samples that one request may ask for
     max_body_bytes       larger request bodies are refused with 413
     header_timeout       seconds for a new connection to send a request's headers
     body_timeout         seconds for a request's body to arrive
@@ -29,6 +31,7 @@ class ServerSettings:
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    max_n: int = MAX_SAMPLES
     max_body_bytes: int = 16 * 2**20
     header_timeout: float = 20.0
     body_timeout: float = 60.0
@@ -40,6 +43,8 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port!r} is not from 0 to 65535")
+        if not 1 <= self.max_n <= MAX_SAMPLES:
+            raise ConfigError(f"max_n={self.max_n!r} is not from 1 to {MAX_SAMPLES}")
         if self.max_body_bytes < 1:
             raise ConfigError(f"max_body_bytes={self.max_body_bytes!r} is not at least 1")
         for name in ("header_timeout", "body_timeout", "keepalive_seconds", "write_timeout"):

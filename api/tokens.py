@@ -5,13 +5,15 @@ All calls that take time run on the tokenizer threads, never on the event loop.
 
 from __future__ import annotations
 
-import json
 import logging
 from typing import Any
 
+import msgspec
+
+from cuengine.api.body import why_not_json
 from cuengine.api.engine import ServingTemplate, ServingTokenizer
 from cuengine.api.errors import ApiError
-from cuengine.api.protocol import ChatMessage, ChatRequest, TokenizeRequest, ToolCall
+from cuengine.api.protocol import ChatMessage, ChatRequest, TokenizeRequest, Tool, ToolCall
 from cuengine.api.state import ServerState
 from cuengine.errors import RequestError
 
@@ -86,7 +88,7 @@ async def encode_chat(
             "This model has no chat template. Start the server with --chat-template, "
             "or use /v1/completions.",
         )
-    messages = template_messages(request.messages)
+    messages = template_messages(request.messages or [])
     kwargs = dict(request.chat_template_kwargs or {})
     if taken := kwargs.keys() & _TEMPLATE_ARGUMENTS:
         raise ApiError(
@@ -107,7 +109,7 @@ async def encode_chat(
             "add_generation_prompt and continue_final_message cannot both be true.",
             param="continue_final_message",
         )
-    tools = request.tools if with_tools and request.tools else None
+    tools = request.tools or [] if with_tools else []
 
     def work() -> list[int]:
         text = _render(template, messages, prompted, continued, tools, kwargs)
@@ -123,7 +125,7 @@ def _render(
     messages: list[dict[str, Any]],
     add_generation_prompt: bool,
     continue_final_message: bool,
-    tools: list[dict[str, Any]] | None,
+    tools: list[Tool],
     kwargs: dict[str, Any],
 ) -> str:
     try:
@@ -131,7 +133,7 @@ def _render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tools=tools,
+            tools=[msgspec.to_builtins(tool) for tool in tools] or None,
             **kwargs,
         )
     except RequestError:
@@ -202,12 +204,15 @@ def _flat_text(message: ChatMessage, where: str) -> str:
 
 def _template_tool_call(call: ToolCall, where: str) -> dict[str, Any]:
     place = f"{where}.function.arguments"
+    data = (call.function.arguments or "{}").encode()
     try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"{place}: not a JSON object: {error}.", param=place) from None
+        arguments = msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise ApiError(400, why_not_json(data, error, place), param=place) from None
+    except RecursionError:
+        raise ApiError(400, f"{place} is nested too deeply.", param=place) from None
     if not isinstance(arguments, dict):
-        raise ApiError(400, f"{place}: not a JSON object.", param=place)
+        raise ApiError(400, f"{place} is not a JSON object.", param=place)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": call.type, "function": function}
 
