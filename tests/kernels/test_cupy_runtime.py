@@ -361,7 +361,7 @@ def test_a_gpu_with_driver_and_cupy_can_be_used(machine: Callable[..., None]) ->
 @pytest.mark.parametrize(
     ("driver", "cupy", "says"),
     [
-        (None, 13, r"no NVIDIA driver \(libcuda\.so\.1\).*install one"),
+        (None, 13, r"no NVIDIA driver \(libcuda\.so\.1\).*--gpus all"),
         (Driver(init=100), 13, r"no usable GPU \(error 100\).*nvidia-smi"),
         (Driver(count=0), 13, "finds no GPU.*CUDA_VISIBLE_DEVICES"),
         (Driver(capability=(6, 1)), 13, r"H200 has compute capability 6\.1.*needs 7\.0"),
