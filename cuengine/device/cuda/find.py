@@ -32,7 +32,7 @@ def usable_gpu() -> tuple[bool, str]:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return False, (
-            "no NVIDIA driver (libcuda.so.1) was found; containers see it with docker run --gpus all"
+            "no NVIDIA driver (libcuda.so.1) was found; a container sees it with --gpus all"
         )
     count, version = ctypes.c_int(), ctypes.c_int()
     if status := driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
