@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from cuengine.config import BLOCK_SIZES, DEFAULT_MODEL, EngineConfig
+from cuengine.config import BLOCK_SIZES, DEFAULT_MODEL, DEVICES, DTYPES, EngineConfig
 from cuengine.device.kernel_variants import DTYPES as KERNEL_DTYPES
 from cuengine.device.kernel_variants import HEAD_DIMS
 from cuengine.errors import ConfigError, CuengineError, RequestError
@@ -203,8 +203,19 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     default = EngineConfig()
-    group.add_argument("--device", choices=("auto", "cpu"), default=default.device)
-    group.add_argument("--dtype", choices=("auto", "float32"), default=default.dtype)
+    group.add_argument(
+        "--device",
+        choices=DEVICES,
+        default=default.device,
+        help="auto: cuda where a GPU can be used, else cpu; emulated: the CUDA kernels on the "
+        "host, for work on them (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default=default.dtype,
+        help="of weights, activations and KV cache (default: the checkpoint's; float32 on cpu)",
+    )
     group.add_argument(
         "--block-size",
         type=int,
@@ -236,7 +247,19 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-memory",
         type=memory_size,
         metavar="SIZE",
-        help="memory for the KV cache on cpu, as 2GiB or 512MB (default: a share of what is free)",
+        help="memory for the KV cache, as 2GiB or 512MB (default: a share of what is free)",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        default=default.gpu_memory_utilization,
+        help="part of the GPU's memory to use in all (default: %(default)s)",
+    )
+    group.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="launch each kernel of a decode step, not a CUDA graph of them",
     )
     group.add_argument(
         "--enable-prefix-caching",

@@ -39,7 +39,8 @@ def test_by_default_half_of_free_memory_up_to_a_cap():
 def test_a_context_that_was_asked_for_and_does_not_fit_is_refused_with_what_would():
     message = (
         "max_model_len=1600 needs 100 KV blocks of 16 tokens (100 MiB); the cache has 50. "
-        f"Ask for at most 800, or give kv_cache_memory={100 * BLOCK_BYTES}."
+        f"Ask for at most 800, or give kv_cache_memory={100 * BLOCK_BYTES} or on a GPU a "
+        "gpu_memory_utilization above 0.9."
     )
     with pytest.raises(ConfigError) as caught:
         size_kv_cache(EngineConfig(num_blocks=50, max_model_len=1600), BLOCK_BYTES, 1600, GIB)

@@ -58,8 +58,9 @@ class Event(Protocol):
         """Return when that is done; at once if it was never recorded."""
         ...
 
-    def elapsed_ms(self, since: Event) -> float:
-        """Milliseconds from `since` to this; both were recorded, with timing, and are done."""
+    def elapsed_ms(self, since: Any) -> float:
+        """Milliseconds from `since`, an event of the same runtime, to this; both were made with
+        timing, recorded, and are done."""
         ...
 
 
