@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 # Fields of OpenAI's and vLLM's that change which tokens come out, and that cannot be followed here.
 # They are refused rather than ignored.
@@ -243,10 +243,24 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
+class CalledFunction(Struct):
+    """arguments is JSON as the model wrote it: it may be broken."""
+
+    name: str
+    arguments: str
+
+
+class AnswerToolCall(Struct):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class AnswerMessage(Struct):
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[AnswerToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -269,9 +283,24 @@ class ChatAnswer(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionDelta(Struct):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct):
+    """id, type and name come once, with a call's beginning."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class Delta(Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):

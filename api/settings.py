@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cuengine.api.tool_calls import TOOL_CALL_FORMATS, ToolCallFormat
 from cuengine.errors import ConfigError
 from cuengine.sampling_params import MAX_SAMPLES
 
@@ -14,6 +15,7 @@ class ServerSettings:
     served_model_names   names that requests may use, the first is reported; empty: the model's
     api_keys             where given, /v1 needs one of them as bearer token
     cors_origins         origins that browsers may call from; "*" allows any
+    tool_call_parser     how the model writes tool calls; None: as its chat template suggests
     max_n                samples that one request may ask for
     max_body_bytes       larger request bodies are refused with 413
     header_timeout       seconds for a new connection to send a request's headers
@@ -31,6 +33,7 @@ class ServerSettings:
     served_model_names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    tool_call_parser: ToolCallFormat | None = None
     max_n: int = MAX_SAMPLES
     max_body_bytes: int = 16 * 2**20
     header_timeout: float = 20.0
@@ -43,6 +46,11 @@ class ServerSettings:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"port={self.port!r} is not from 0 to 65535")
+        if self.tool_call_parser not in (None, *TOOL_CALL_FORMATS):
+            raise ConfigError(
+                f"tool_call_parser={self.tool_call_parser!r} is not one of: "
+                f"{', '.join(TOOL_CALL_FORMATS)}"
+            )
         if not 1 <= self.max_n <= MAX_SAMPLES:
             raise ConfigError(f"max_n={self.max_n!r} is not from 1 to {MAX_SAMPLES}")
         if self.max_body_bytes < 1:
