@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from aiohttp import web
 
 from cuengine.api.answers import json_answer
 from cuengine.api.chat_answer import ChatAnswerer
-from cuengine.api.checks import check_chat, check_generation, refuse
+from cuengine.api.checks import check_chat, check_generation, named_as_sent, refuse
 from cuengine.api.generation import collect, run_prompts, sampling_params
 from cuengine.api.protocol import ChatRequest
 from cuengine.api.state import ServerState
 from cuengine.api.streaming import stream_answer
-from cuengine.api.tokens import TokenNames, encode_chat
+from cuengine.api.tokens import TokenNames, encode_chat, template_messages
 from cuengine.api.tool_calls import ToolCallParser
-from cuengine.errors import RequestError
 
 
 async def create_chat_completion(
@@ -31,13 +29,13 @@ async def create_chat_completion(
     check_generation(body, state.settings.max_n)
     check_chat(body)
     new_parser = _tool_call_parser(body, state)
-    with _fields_as_sent(body):
+    newer = body.max_completion_tokens is not None
+    with named_as_sent("max_completion_tokens" if newer else None):
         params = sampling_params(
             body,
             state,
-            max_tokens=body.max_tokens
-            if body.max_completion_tokens is None
-            else body.max_completion_tokens,
+            n=body.n,
+            max_tokens=body.max_completion_tokens if newer else body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
         )
@@ -46,6 +44,7 @@ async def create_chat_completion(
             params.skip_special_tokens = False
         prompt = await encode_chat(
             state,
+            template_messages(body.messages, "messages"),
             body,
             add_special_tokens=bool(body.add_special_tokens),
             with_tools=body.tool_choice != "none",
@@ -67,7 +66,7 @@ async def create_chat_completion(
             cache_salt=body.cache_salt,
         )
         if body.stream:
-            return await stream_answer(request, state, deltas, answer.chunks, answer.last_chunk)
+            return await stream_answer(request, state, deltas, answer.chunks, answer.end)
         results, usage = await collect(deltas, 1, params)
         return json_answer(answer.whole(results[0], usage))
 
@@ -87,15 +86,3 @@ def _tool_call_parser(body: ChatRequest, state: ServerState) -> Callable[[], Too
         return None
     known = [tool.function.name for tool in body.tools]
     return lambda: ToolCallParser(style, known, parallel=body.parallel_tool_calls is not False)
-
-
-@contextmanager
-def _fields_as_sent(body: ChatRequest) -> Iterator[None]:
-    """Blames max_completion_tokens for what the engine calls max_tokens, if that was what came."""
-    try:
-        yield
-    except RequestError as error:
-        if body.max_completion_tokens is None or error.param != "max_tokens":
-            raise
-        message = str(error).replace("max_tokens", "max_completion_tokens", 1)
-        raise RequestError(message, param="max_completion_tokens", code=error.code) from None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from msgspec import UNSET, UnsetType
 
+from cuengine.api.errors import ApiError
 from cuengine.api.generation import (
     PromptResult,
     Sample,
@@ -33,7 +34,7 @@ from cuengine.api.protocol import (
     TopLogprob,
     Usage,
 )
-from cuengine.api.streaming import event
+from cuengine.api.streaming import DONE, end_of_stream, event
 from cuengine.api.tokens import TokenNames
 from cuengine.api.tool_calls import CallStart, Piece, Text, ToolCallParser
 from cuengine.outputs import RequestDelta, SequenceDelta, TokenLogprobs
@@ -98,11 +99,12 @@ class ChatAnswerer:
             sequence.token_ids if self.body.return_token_ids else UNSET,
         )
 
-    def last_chunk(self) -> bytes:
+    def end(self, error: ApiError | None) -> bytes:
+        """The last events of a stream."""
         options = self.body.stream_options
-        if options is None or not options.include_usage:
-            return b""
-        return self._event([], usage=self.usage.usage())
+        if error is None and options is not None and options.include_usage:
+            return self._event([], usage=self.usage.usage()) + DONE
+        return end_of_stream(error)
 
     def _event(
         self,
@@ -163,21 +165,23 @@ class ChatAnswerer:
     ) -> ChatLogprobs | None:
         if not self.body.logprobs or logprobs is None:
             return None
-        names, top = self.names, self.body.top_logprobs or 0
-        return ChatLogprobs(
-            [
-                ChatLogprob(
-                    names.text(token),
-                    floored(at[token].logprob),
-                    names.bytes(token),
-                    [
-                        TopLogprob(names.text(t), lp, names.bytes(t))
-                        for t, lp in top_entries(at, top)
-                    ],
-                )
-                for token, at in zip(token_ids, logprobs, strict=True)
-            ]
+        top = self.body.top_logprobs or 0
+        return ChatLogprobs(logprob_entries(self.names, token_ids, logprobs, top))
+
+
+def logprob_entries(
+    names: TokenNames, token_ids: list[int], logprobs: list[TokenLogprobs], top: int
+) -> list[ChatLogprob]:
+    """One entry per token, with its `top` likeliest alternatives."""
+    return [
+        ChatLogprob(
+            names.text(token),
+            floored(at[token].logprob),
+            names.bytes(token),
+            [TopLogprob(names.text(t), lp, names.bytes(t)) for t, lp in top_entries(at, top)],
         )
+        for token, at in zip(token_ids, logprobs, strict=True)
+    ]
 
 
 def _delta(pieces: list[Piece]) -> Delta:

@@ -5,8 +5,18 @@ Anything that this server cannot do is refused here, so that no answer pretends 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from cuengine.api.errors import ApiError
-from cuengine.api.protocol import ChatRequest, CompletionRequest, GenerationRequest, Typed
+from cuengine.api.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    SamplingFields,
+    Typed,
+)
+from cuengine.errors import RequestError
 
 MAX_TOP_LOGPROBS = 20
 # OpenAI takes four stop strings, vLLM any number. Each is followed through every character of an
@@ -22,16 +32,33 @@ def refuse(param: str, message: str) -> ApiError:
     return ApiError(400, message, param=param)
 
 
-def check_generation(body: GenerationRequest, max_n: int) -> None:
-    """What chat and plain completions have in common. Raises ApiError 400."""
+@contextmanager
+def named_as_sent(name: str | None) -> Iterator[None]:
+    """Blames the field `name` for what the engine calls max_tokens; None: that was its name."""
+    try:
+        yield
+    except RequestError as error:
+        if name is None or error.param != "max_tokens":
+            raise
+        message = str(error).replace("max_tokens", name, 1)
+        raise RequestError(message, param=name, code=error.code) from None
+
+
+def check_sampling(body: SamplingFields) -> None:
+    """What all routes that generate have in common. Raises ApiError 400."""
     _check_stop(body.stop)
-    if body.n is not None and body.n > max_n:
-        raise refuse("n", f"n={body.n} is more than this server's limit of {max_n}.")
-    check_text_only(body.response_format, "response_format")
     if body.priority is not None and body.priority not in _INT64:
         raise refuse("priority", f"priority={body.priority} is not a 64-bit integer.")
     if body.cache_salt is not None and not 1 <= len(body.cache_salt) <= MAX_CACHE_SALT:
         raise refuse("cache_salt", f"cache_salt: 1 to {MAX_CACHE_SALT} characters are taken.")
+
+
+def check_generation(body: GenerationRequest, max_n: int) -> None:
+    """What chat and plain completions have in common. Raises ApiError 400."""
+    check_sampling(body)
+    if body.n is not None and body.n > max_n:
+        raise refuse("n", f"n={body.n} is more than this server's limit of {max_n}.")
+    check_text_only(body.response_format, "response_format")
     if body.stream_options is not None and not body.stream:
         raise refuse("stream_options", "stream_options needs stream: true.")
     if body.prompt_logprobs is not None and body.stream:
@@ -85,16 +112,18 @@ def _check_stop(stop: str | list[str] | None) -> None:
         )
 
 
-def _check_tools(body: ChatRequest) -> None:
-    choice = body.tool_choice
-    if body.tools == []:
-        raise refuse("tools", "tools: an empty list. Give at least one tool, or leave it out.")
-    if choice in (None, "none"):
-        return
-    if choice != "auto":
+def check_tool_choice(choice: str | Typed | None) -> None:
+    """A call that must be made needs a grammar."""
+    if choice not in (None, "none", "auto"):
         wanted = choice.type if isinstance(choice, Typed) else choice
         raise refuse(
             "tool_choice", f"tool_choice {wanted!r} is not supported; 'none' and 'auto' are."
         )
-    if body.tools is None:
+
+
+def _check_tools(body: ChatRequest) -> None:
+    if body.tools == []:
+        raise refuse("tools", "tools: an empty list. Give at least one tool, or leave it out.")
+    check_tool_choice(body.tool_choice)
+    if body.tools is None and body.tool_choice == "auto":
         raise refuse("tool_choice", "tool_choice 'auto' needs tools.")

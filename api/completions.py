@@ -35,7 +35,7 @@ from cuengine.api.protocol import (
     Usage,
 )
 from cuengine.api.state import ServerState
-from cuengine.api.streaming import event, stream_answer
+from cuengine.api.streaming import DONE, end_of_stream, event, stream_answer
 from cuengine.api.tokens import TokenNames, check_ids, check_length, encode, need_tokenizer
 from cuengine.outputs import RequestDelta, SequenceDelta, TokenLogprobs
 from cuengine.sampling_params import SamplingParams
@@ -91,7 +91,7 @@ async def create_completion(
         cache_salt=body.cache_salt,
     )
     if body.stream:
-        return await stream_answer(request, state, deltas, answer.chunks, answer.last_chunk)
+        return await stream_answer(request, state, deltas, answer.chunks, answer.end)
     results, usage = await collect(deltas, len(prompts), params)
     return json_answer(answer.whole(results, usage))
 
@@ -103,6 +103,7 @@ def _params(body: CompletionRequest, state: ServerState, max_tokens: int) -> Sam
     return sampling_params(
         body,
         state,
+        n=body.n,
         max_tokens=max_tokens,
         best_of=body.best_of,
         logprobs=body.logprobs,
@@ -214,11 +215,12 @@ class _Answer:
             token_ids=self._own_ids(sequence.token_ids),
         )
 
-    def last_chunk(self) -> bytes:
+    def end(self, error: ApiError | None) -> bytes:
+        """The last events of a stream."""
         options = self.body.stream_options
-        if options is None or not options.include_usage:
-            return b""
-        return self._event([], usage=self._usage(self.usage))
+        if error is None and options is not None and options.include_usage:
+            return self._event([], usage=self._usage(self.usage)) + DONE
+        return end_of_stream(error)
 
     def _event(
         self, choices: list[CompletionChoice], *, usage: Usage | UnsetType | None = UNSET

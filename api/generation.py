@@ -1,6 +1,6 @@
 """Runs the prompts of one HTTP request on the engine and brings their deltas together.
 
-What the deltas become is in chat.py and completions.py.
+What the deltas become is in chat_answer.py, completions.py and responses.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import TypeVar
 
 from cuengine.api.metrics import RequestTimer
 from cuengine.api.protocol import (
-    GenerationRequest,
     PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
+    SamplingFields,
     Usage,
 )
 from cuengine.api.state import ServerState
@@ -33,9 +33,10 @@ LOGPROB_FLOOR = -9999.0
 
 
 def sampling_params(
-    request: GenerationRequest,
+    request: SamplingFields,
     state: ServerState,
     *,
+    n: int | None = None,
     max_tokens: int | None,
     best_of: int | None = None,
     logprobs: int | None = None,
@@ -47,7 +48,7 @@ def sampling_params(
     """
     defaults = state.engine.generation_defaults
     return SamplingParams(
-        n=_given(request.n, 1),
+        n=_given(n, 1),
         best_of=best_of,
         temperature=_given(request.temperature, _given(defaults.temperature, 1.0)),
         top_p=_given(request.top_p, _given(defaults.top_p, 1.0)),

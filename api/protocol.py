@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
 # Fields of OpenAI's and vLLM's that change which tokens come out, and that cannot be followed here.
 # They are refused rather than ignored.
-_REFUSED_EVERYWHERE = frozenset(
+REFUSED_EVERYWHERE = frozenset(
     {
         "allowed_token_ids",
         "audio",
@@ -57,12 +57,11 @@ class Typed(Struct):
     type: str
 
 
-class GenerationRequest(Body, kw_only=True):
-    """What chat and plain completions have in common. The last six have no effect here."""
+class SamplingFields(Body, kw_only=True):
+    """How tokens are to be chosen, whatever the route. The last six have no effect here."""
 
-    refused: ClassVar[frozenset[str]] = _REFUSED_EVERYWHERE
+    refused: ClassVar[frozenset[str]] = REFUSED_EVERYWHERE
 
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -71,29 +70,35 @@ class GenerationRequest(Body, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
-    prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    add_special_tokens: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    response_format: Typed | None = None
     metadata: dict[str, Any] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
     store: bool | None = None
     user: str | None = None
+
+
+class GenerationRequest(SamplingFields, kw_only=True):
+    """What chat and plain completions have in common."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    response_format: Typed | None = None
 
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
@@ -112,7 +117,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     only, so it is checked by hand.
     """
 
-    refused: ClassVar[frozenset[str]] = _REFUSED_EVERYWHERE | {"prompt_embeds", "suffix"}
+    refused: ClassVar[frozenset[str]] = REFUSED_EVERYWHERE | {"prompt_embeds", "suffix"}
 
     prompt: Annotated[Any, Meta(extra_json_schema=_PROMPT_SCHEMA)]
     best_of: int | None = None
@@ -160,7 +165,7 @@ class Tool(Struct):
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
-    refused: ClassVar[frozenset[str]] = _REFUSED_EVERYWHERE | {
+    refused: ClassVar[frozenset[str]] = REFUSED_EVERYWHERE | {
         "chat_template",
         "echo",
         "function_call",

@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from cuengine.api import chat, completions, models, pages, tokenize
+from cuengine.api import chat, completions, models, pages, responses, tokenize
 from cuengine.api.body import BodyDecoder, read_json
 from cuengine.api.connection import Connection
 from cuengine.api.errors import ApiError, error_from, error_response
@@ -24,6 +24,7 @@ from cuengine.api.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from cuengine.api.responses_protocol import ResponsesRequest
 from cuengine.api.state import STATE, ServerState
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -44,6 +45,7 @@ ROUTES = (
     Route("GET", "/v1/models/{model:.+}", models.show_model),
     Route("POST", "/v1/completions", completions.create_completion, CompletionRequest),
     Route("POST", "/v1/chat/completions", chat.create_chat_completion, ChatRequest),
+    Route("POST", "/v1/responses", responses.create_response, ResponsesRequest),
     Route("POST", "/tokenize", tokenize.tokenize, TokenizeRequest),
     Route("POST", "/detokenize", tokenize.detokenize, DetokenizeRequest),
     Route("GET", "/health", pages.health),

@@ -6,6 +6,7 @@ All calls that take time run on the tokenizer threads, never on the event loop.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -70,14 +71,19 @@ def check_ids(state: ServerState, ids: list[int], param: str) -> None:
 
 async def encode_chat(
     state: ServerState,
+    messages: list[dict[str, Any]],
     request: ChatRequest | TokenizeRequest,
     *,
     add_special_tokens: bool,
     with_tools: bool = True,
     must_fit: bool = True,
+    field: str = "messages",
 ) -> list[int]:
     """The prompt that the model's chat template makes of the messages, as token ids.
 
+    messages  from `template_messages`
+    request   how the template is to be used
+    field     where the messages came from
     Raises ApiError or RequestError 400 for messages that cannot be rendered.
     """
     tokenizer = need_tokenizer(state)
@@ -88,7 +94,6 @@ async def encode_chat(
             "This model has no chat template. Start the server with --chat-template, "
             "or use /v1/completions.",
         )
-    messages = template_messages(request.messages or [])
     kwargs = dict(request.chat_template_kwargs or {})
     if taken := kwargs.keys() & _TEMPLATE_ARGUMENTS:
         raise ApiError(
@@ -112,9 +117,9 @@ async def encode_chat(
     tools = request.tools or [] if with_tools else []
 
     def work() -> list[int]:
-        text = _render(template, messages, prompted, continued, tools, kwargs)
+        text = _render(template, messages, prompted, continued, tools, kwargs, field)
         if must_fit:
-            check_length(state, text, "messages")
+            check_length(state, text, field)
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     return await state.off_loop(work)
@@ -127,6 +132,7 @@ def _render(
     continue_final_message: bool,
     tools: list[Tool],
     kwargs: dict[str, Any],
+    field: str,
 ) -> str:
     try:
         return template.render(
@@ -143,18 +149,19 @@ def _render(
         # request.
         logger.warning("The chat template failed", exc_info=error)
         raise RequestError(
-            f"The model's chat template fails on these messages: {error}", param="messages"
+            f"The model's chat template fails on these messages: {error}", param=field
         ) from None
 
 
-def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[ChatMessage], field: str) -> list[dict[str, Any]]:
     """Messages as templates expect them: text as one string, tool arguments as an object.
+    `field` is where they came from.
 
     `developer` is what OpenAI's newer models call `system`; no LLaMA template knows it.
     """
     if not messages:
-        raise ApiError(400, "messages: at least one is needed.", param="messages")
-    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        raise ApiError(400, f"{field}: at least one message is needed.", param=field)
+    return [_template_message(message, f"{field}[{i}]") for i, message in enumerate(messages)]
 
 
 def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
