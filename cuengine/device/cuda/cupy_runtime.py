@@ -62,12 +62,12 @@ class CupyRuntime:
         self.multiprocessors: int = properties["multiProcessorCount"]
         self.ensure_context()  # for cuBLAS and launches, which take the one there is
         self._stream = cupy.cuda.Stream(non_blocking=True)
-        self._pointer: int = self._stream.ptr
+        self.stream_pointer: int = self._stream.ptr
         self._capturing = False
         self.cublas = Cublas(find_cublas(self._cuda.runtimeGetVersion() // 1000))
         weakref.finalize(self, self.cublas.close)
         self._workspace = self.empty((WORKSPACE_BYTES,), np.dtype(np.uint8))
-        self.cublas.use(self._pointer, self._workspace.data.ptr, WORKSPACE_BYTES)
+        self.cublas.use(self.stream_pointer, self._workspace.data.ptr, WORKSPACE_BYTES)
 
     def memory_info(self) -> tuple[int, int]:
         free, total = self._cuda.memGetInfo()
@@ -116,7 +116,7 @@ class CupyRuntime:
             source.ctypes.data,
             source.nbytes,
             self._cuda.memcpyHostToDevice,
-            self._pointer,
+            self.stream_pointer,
         )
 
     def copy_out(self, target: HostArray, source: DeviceArray) -> None:
@@ -125,11 +125,11 @@ class CupyRuntime:
             source.data.ptr,
             target.nbytes,
             self._cuda.memcpyDeviceToHost,
-            self._pointer,
+            self.stream_pointer,
         )
 
     def synchronize(self) -> None:
-        self._cuda.streamSynchronize(self._pointer)
+        self._cuda.streamSynchronize(self.stream_pointer)
 
     def event(self, *, timing: bool = False) -> CupyEvent:
         return CupyEvent(self._cupy, self._stream, timing)
@@ -221,7 +221,7 @@ class CupyFunction:
         self._runtime, self._module = runtime, module
         self._driver = runtime._driver
         self._launch = self._driver.launchKernel
-        self._pointer, self._stream = pointer, runtime._pointer
+        self._pointer, self._stream = pointer, runtime.stream_pointer
         self._buffer = ctypes.create_string_buffer(_ARGUMENT_BYTES)
         self._arguments = memoryview(self._buffer).cast("B")
         self._size = ctypes.c_size_t()
