@@ -54,7 +54,8 @@ class CacheGuard:
 
     def allow_copies(self, sources: NDArray[np.int32], targets: NDArray[np.int32]) -> None:
         """Whole blocks, read and written; targets are as written as sources, or wholly."""
-        self._written[targets] = self._written[sources] if len(sources) else True
+        if len(targets):
+            self._written[targets] = self._written[sources] if len(sources) else True
         blocks = np.concatenate([sources, targets])
         self._shadow[:, :, blocks] = 0
         self._open = np.union1d(self._open, blocks)
