@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cuengine.cli.arguments import format_size
+from cuengine.cli.values import format_size
 from cuengine.paths import cache_dir
 
 CPU_FEATURES = (

@@ -17,12 +17,11 @@ from cuengine.cli import info, pull
 from cuengine.cli.arguments import (
     build_parser,
     engine_config,
-    format_size,
-    memory_size,
     sampling_params,
 )
 from cuengine.cli.chat import Chat
 from cuengine.cli.main import main
+from cuengine.cli.values import format_size, memory_size
 from cuengine.errors import RequestError
 from cuengine.model.generation_config import GenerationDefaults
 from cuengine.outputs import RequestDelta, SequenceDelta
