@@ -36,7 +36,14 @@ from cuengine.api.protocol import (
 )
 from cuengine.api.state import ServerState
 from cuengine.api.streaming import DONE, end_of_stream, event, stream_answer
-from cuengine.api.tokens import TokenNames, check_ids, check_length, encode, need_tokenizer
+from cuengine.api.tokens import (
+    TokenNames,
+    check_ids,
+    check_length,
+    check_num_tokens,
+    encode,
+    need_tokenizer,
+)
 from cuengine.outputs import RequestDelta, SequenceDelta, TokenLogprobs
 from cuengine.sampling_params import SamplingParams
 
@@ -156,6 +163,8 @@ async def _tokenize(
     prompts = await asyncio.gather(*map(one, given))
     if not all(prompt.token_ids for prompt in prompts):
         raise ApiError(400, "prompt: it is empty, there is nothing to continue.", param="prompt")
+    for prompt in prompts:
+        check_num_tokens(state, prompt.token_ids, "prompt")
     return prompts
 
 

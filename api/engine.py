@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from cuengine.api.tool_calls import ToolCallFormat
+from cuengine.api.settings import ToolCallFormat
 from cuengine.config import EngineConfig
 from cuengine.outputs import RequestDelta
 from cuengine.sampling_params import SamplingParams

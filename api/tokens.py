@@ -42,10 +42,28 @@ def check_length(state: ServerState, text: str, param: str) -> None:
         raise ApiError(
             400,
             f"The prompt does not fit: {len(text)} characters are more than "
-            f"{state.engine.max_model_len} tokens, this model's context, in any case.",
+            f"{state.max_prompt_tokens} tokens, {_whose_limit(state)}, in any case.",
             param=param,
             code="context_length_exceeded",
         )
+
+
+def check_num_tokens(state: ServerState, token_ids: list[int], param: str) -> None:
+    """The operator's limit; that of the context is the engine's to hold."""
+    limit = state.settings.max_prompt_tokens
+    if limit is not None and len(token_ids) > limit:
+        raise ApiError(
+            400,
+            f"The prompt does not fit: it has {len(token_ids)} tokens, and {limit} are "
+            f"{_whose_limit(state)}.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def _whose_limit(state: ServerState) -> str:
+    own = state.max_prompt_tokens < state.engine.max_model_len
+    return "this server's limit" if own else "this model's context"
 
 
 async def encode(state: ServerState, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -120,7 +138,10 @@ async def encode_chat(
         text = _render(template, messages, prompted, continued, tools, kwargs, field)
         if must_fit:
             check_length(state, text, field)
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if must_fit:
+            check_num_tokens(state, token_ids, field)
+        return token_ids
 
     return await state.off_loop(work)
 

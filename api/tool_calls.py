@@ -18,10 +18,9 @@ import secrets
 import string
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
-ToolCallFormat = Literal["hermes", "mistral", "llama3_json"]
-TOOL_CALL_FORMATS: tuple[str, ...] = get_args(ToolCallFormat)
+from cuengine.api.settings import ToolCallFormat
 
 _ARGUMENTS = ("arguments", "parameters")
 _WHITE = " \t\r\n"
