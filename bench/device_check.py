@@ -31,14 +31,14 @@ from typing import Any
 BENCH = Path(__file__).resolve().parent
 sys.path[:0] = [str(BENCH / "device"), str(BENCH.parent / "tests" / "kernels")]
 
-from report import Report, Row, format_row  # noqa: E402
+from check_report import Report, Row, format_row  # noqa: E402
 
 PARTS = {
-    "kernels": ("kernels", 200),
-    "rates": ("rates", 120),
-    "decode": ("decode", 120),
-    "throughput": ("trace_run", 300),
-    "golden": ("golden", 120),
+    "kernels": ("check_kernels", 200),
+    "rates": ("check_rates", 120),
+    "decode": ("check_decode", 120),
+    "throughput": ("check_throughput", 300),
+    "golden": ("check_golden", 120),
 }
 """Name: the module in bench/device/, and after how many seconds it is stopped."""
 
@@ -99,7 +99,7 @@ def start_part(name: str, seed: int, *, dry: bool) -> dict[str, Any]:
 
 def run_part(name: str, path: Path, seed: int, *, dry: bool) -> None:
     report = Report(name, path)
-    from target import Target
+    from check_target import Target
 
     target = Target(dry=dry, seed=seed)
     with report.trying(name):

@@ -1,4 +1,4 @@
-"""The workload of trace_run.py on transformers: bfloat16, SDPA, static batches.
+"""The workload of check_throughput.py on transformers: bfloat16, SDPA, static batches.
 
     python transformers_trace.py WORKLOAD.json RESULTS.json
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import transformers
 from random_model import Pool
+from static_batches import batches_of, spread
 from transformers import AutoConfig, AutoModelForCausalLM
 
 ARRIVAL_BATCH = 16
@@ -85,8 +86,10 @@ class Bench:
     def fits(self, order: list[int], size: int) -> bool:
         """Whether the largest batch's keys and values, and as much again for what comes and goes,
         find room. The smallest size always goes."""
-        if self.device == "cpu" or size == SORTED_BATCHES[0]:
-            return size == SORTED_BATCHES[0] or self.device != "cpu"
+        if size == SORTED_BATCHES[0]:
+            return True
+        if self.device == "cpu":
+            return False
         free, _ = torch.cuda.mem_get_info()
         tokens = max(len(batch) * self.width(batch) for batch in batches_of(order, size))
         return tokens * self.token_bytes * 1.2 < free
@@ -101,9 +104,11 @@ class Bench:
         batches = batches_of(order, size)
         self.generate(batches[0], 4)
         run, timed, steps = 0, 0.0, 0
+        firsts: dict[int, int] = {}
         for index in spread(len(batches)):
             started = time.perf_counter()
-            self.generate(batches[index], self.steps(batches[index]))
+            rows = self.generate(batches[index], self.steps(batches[index]))
+            firsts |= {i: row[0] for i, row in zip(batches[index], rows, strict=True)}
             timed += time.perf_counter() - started
             steps += self.steps(batches[index])
             run += 1
@@ -114,10 +119,15 @@ class Bench:
             f"batches of {size}, {run} of {len(batches)} timed, {1e3 * timed / steps:.1f} ms/step"
         )
         print(f"{name}: {note}", flush=True)
-        return {"name": name, "tokens_per_second": sum(self.max_tokens) / whole, "note": note}
+        return {
+            "name": name,
+            "tokens_per_second": sum(self.max_tokens) / whole,
+            "note": note,
+            "first_tokens": firsts,
+        }
 
-    def generate(self, batch: list[int], num_tokens: int) -> None:
-        """Done when it returns: the tokens are on the host."""
+    def generate(self, batch: list[int], num_tokens: int) -> list[list[int]]:
+        """All are on the host when it returns."""
         prompts = [self.prompts[i] for i in batch]
         width = max(map(len, prompts))
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
@@ -131,23 +141,10 @@ class Bench:
             do_sample=False,
             max_new_tokens=num_tokens,
         )
-        if out[:, width:].tolist() and out.shape[1] - width != num_tokens:
-            raise RuntimeError(f"{out.shape[1] - width} tokens, not {num_tokens}")
-
-
-def batches_of(order: list[int], size: int) -> list[list[int]]:
-    return [order[start : start + size] for start in range(0, len(order), size)]
-
-
-def spread(count: int) -> list[int]:
-    """All indices below count, so that every beginning of the list is spread evenly: the middle,
-    the quarters, and so on."""
-    bits = max(1, (count - 1).bit_length())
-    order = [int(format(i, f"0{bits}b")[::-1], 2) for i in range(1 << bits)]
-    # Half a turn on, so that it begins in the middle and not with the shortest.
-    half = 1 << (bits - 1)
-    turned = [(index + half) % (1 << bits) for index in order]
-    return [index for index in turned if index < count]
+        rows: list[list[int]] = out[:, width:].tolist()
+        if any(len(row) != num_tokens for row in rows):
+            raise RuntimeError(f"{len(rows[0])} tokens, not {num_tokens}")
+        return rows
 
 
 if __name__ == "__main__":

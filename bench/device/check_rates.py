@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from report import Report
-from target import (
+from check_report import Report
+from check_target import (
     Array,
     Target,
     attention_shape,
@@ -21,9 +21,11 @@ from target import (
     normal,
     random_cache,
     send,
+    write_new_tokens,
 )
 
 from cuengine.device.cuda.device import CudaDevice
+from cuengine.device.cuda.inputs import StagedStep
 from cuengine.device.cuda.runtime import DeviceArray
 from cuengine.device.interface import StepLimits
 
@@ -310,7 +312,7 @@ class _Bench:
         device, shape = self.device, self.shape
         tables = self._tables(cache, batch, context, contiguous=contiguous)
         staged = device.stage(make_batch(tables, [1] * batch, [context] * batch, self.size))
-        q = device.upload(normal(self.random, (batch, shape.num_heads * shape.head_dim), DTYPE))
+        q = self._new_tokens(cache, staged, batch)
 
         def work() -> None:
             for layer in range(layers):
@@ -322,6 +324,13 @@ class _Bench:
         kind = ", blocks in order" if contiguous else ""
         self.share(f"decode attention, batch {batch}, context {context}{kind}", seconds, moved,
                    at_least)  # fmt: skip
+
+    def _new_tokens(self, cache: DeviceArray, staged: StagedStep, count: int) -> DeviceArray:
+        """Their keys and values into the cache; the queries."""
+        shape = self.shape
+        width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+        qkv = normal(self.random, (count, width), DTYPE)
+        return write_new_tokens(self.device, cache, staged, shape, qkv)
 
     def _tables(self, cache: DeviceArray, batch: int, context: int, *, contiguous: bool) -> Array:
         per_sequence = -(-context // self.size)
@@ -338,11 +347,11 @@ class _Bench:
         for tokens, contiguous in cases:
             tables = self._tables(cache, 1, tokens, contiguous=contiguous)
             staged = device.stage(make_batch(tables, [tokens], [tokens], self.size))
-            width = shape.num_heads * shape.head_dim
-            q = device.upload(normal(self.random, (tokens, width), DTYPE))
+            q = self._new_tokens(cache, staged, tokens)
             seconds = self.target.seconds(
                 lambda q=q, staged=staged: device.paged_attention(q, cache[0], staged, shape)
             )
+            width = shape.num_heads * shape.head_dim
             rate = 4 * width * tokens * (tokens + 1) / 2 / seconds
             kind = ", blocks in order" if contiguous else ""
             held = tokens == 16384 and "H200" in device.runtime.name and not contiguous

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import numpy as np
 import oracles
-from report import Report, Row
-from target import (
+from check_report import Report, Row
+from check_target import (
     DTYPES,
     Array,
     Deadline,
     Target,
     attention_shape,
+    fill_cache,
     greedy,
     make_batch,
     normal,
-    send,
+    write_new_tokens,
 )
 
 from cuengine.batch import SamplingBatch
@@ -181,7 +182,7 @@ class _Check:
         def pairs(*numbers: tuple[int, int]) -> Array:
             return np.array(numbers, np.int32)
 
-        send(device.runtime, cache, content)
+        fill_cache(device.runtime, cache, content)
         batch = make_batch(
             np.array([[8]], np.int32), [1], [1], size,
             swap_outs=pairs((7, 1), (0, 3)), block_copies=pairs((1, 5), (2, 6), (1, 7)),
@@ -219,7 +220,7 @@ class _Check:
         tables = _shuffled_tables(random, blocks)
         cache = device.allocate_kv_cache(1, sum(blocks) + 2, size, shape)
         before = normal(random, cache.shape, self.dtype)
-        send(device.runtime, cache, before)
+        fill_cache(device.runtime, cache, before)
         heads = shape.num_heads + 2 * shape.num_kv_heads
         qkv = normal(random, (sum(counts), heads * shape.head_dim), self.dtype, 2)
         angles = random.uniform(-3, 3, (max(lengths), shape.head_dim // 2))
@@ -260,19 +261,23 @@ class _Check:
         content = np.full(cache.shape, np.nan, DTYPES[self.dtype])
         q = normal(random, (sum(counts), shape.num_heads, shape.head_dim), self.dtype)
         out, magnitude = np.empty(q.shape), np.empty(q.shape)
+        new: list[Array] = []
         first = 0
         for row, (count, length) in enumerate(sequences):
             pair = normal(random, (2, length, shape.num_kv_heads, shape.head_dim), self.dtype)
             slots = np.arange(length)
             content[0][:, tables[row, slots // size], :, slots % size] = pair.swapaxes(0, 1)
+            new.append(pair[:, length - count :])
             found = oracles.attention(q[first : first + count], pair[0], pair[1], shape.scale)
             out[first : first + count] = found.out
             magnitude[first : first + count] = found.magnitude
             first += count
-        send(device.runtime, cache, content)
+        fill_cache(device.runtime, cache, content)
         staged = device.stage(make_batch(tables, counts, lengths, size))
-        flat = device.upload(q.reshape(len(q), -1))
-        result = device.download(device.paged_attention(flat, cache[0], staged, shape))
+        # The newest tokens' come in the step itself.
+        qkv = np.concatenate([q, *np.concatenate(new, axis=1)], axis=1).reshape(len(q), -1)
+        queries = write_new_tokens(device, cache, staged, shape, qkv)
+        result = device.download(device.paged_attention(queries, cache[0], staged, shape))
         # As tests/kernels/paged_cases.py derives it: weights and the result each rounded once.
         tensor_cores = uses_tensor_cores(self.dtype, device.runtime.architecture)
         weights = self.unit if tensor_cores else 0

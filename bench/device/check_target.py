@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from cuengine.batch import Batch, SamplingBatch
 from cuengine.device.cuda.device import CudaDevice
+from cuengine.device.cuda.inputs import StagedStep
 from cuengine.device.cuda.runtime import DeviceArray, Runtime
 from cuengine.device.interface import AttentionShape, StepLimits
 
@@ -27,6 +28,8 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
+
+_NONE = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,12 @@ def send(runtime: Runtime, target: DeviceArray, source: Array) -> None:
     runtime.synchronize()
 
 
+def fill_cache(runtime: Runtime, cache: DeviceArray, content: Array) -> None:
+    """All blocks of a KV cache, as if a model had written them."""
+    runtime.unguard(cache, _NONE, np.arange(cache.shape[2], dtype=np.int32))
+    send(runtime, cache, content)
+
+
 def random_cache(
     device: CudaDevice,
     num_layers: int,
@@ -103,6 +112,7 @@ def random_cache(
     """A KV cache full of normal numbers: some blocks from the host, the others copies of them."""
     cache = device.allocate_kv_cache(num_layers, num_blocks, block_size, shape)
     filled = min(num_blocks, 256)
+    device.runtime.unguard(cache, _NONE, np.arange(filled, dtype=np.int32))
     first = normal(random, cache[0][0][:filled].shape, device.dtype)
     for layer in range(num_layers):
         for part in range(2):
@@ -115,6 +125,27 @@ def random_cache(
         device.copy_blocks(cache, device.stage(batch))
         filled += len(more)
     return cache
+
+
+def write_new_tokens(
+    device: CudaDevice,
+    cache: DeviceArray,
+    staged: StagedStep,
+    shape: AttentionShape,
+    qkv: Array,
+) -> DeviceArray:
+    """Keys and values of a step's own tokens into all layers, turned by nothing; the queries.
+
+    qkv  [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]
+    """
+    table = np.zeros((int(staged.lens.max()), shape.head_dim), np.float32)
+    table[:, : shape.head_dim // 2] = 1  # cosines; the sines are 0
+    there, cos_sin = device.upload(qkv), device.upload(table)
+    queries: DeviceArray = None
+    for layer in range(cache.shape[0]):
+        queries = device.rotary_cache(there, cos_sin, cache[layer], staged, shape)
+    device.runtime.synchronize()
+    return queries
 
 
 def make_batch(

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from check_rates import copy_bandwidth
+from check_report import Report
+from check_target import Target, greedy, make_batch, random_cache
 from random_model import LLAMA_3_8B, TINY, random_checkpoint
-from rates import copy_bandwidth
-from report import Report
-from target import Target, greedy, make_batch, random_cache
 
 from cuengine.batch import PendingOutput
 from cuengine.device.interface import StepLimits

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from check_report import Report, Row
+from check_target import Target
 from random_model import LLAMA_2_7B, TINY, random_checkpoint
-from report import Report, Row
-from target import Target
 
 from cuengine import LLM, SamplingParams
 
@@ -69,7 +69,7 @@ def run(target: Target, report: Report) -> None:
         first, _ = _generate(llm, warm_up, max_tokens)
         report.measure("cuengine, first time", sum(max_tokens) / first, "tokens/s")
         steps = llm.stats().num_steps
-        seconds, _ = _generate(llm, prompts, max_tokens)
+        seconds, tokens = _generate(llm, prompts, max_tokens)
         steps = llm.stats().num_steps - steps
         speed = sum(max_tokens) / seconds
         report.measure(
@@ -77,6 +77,12 @@ def run(target: Target, report: Report) -> None:
             note=f"{seconds:.1f} s, {steps} steps, {1e3 * seconds / steps:.2f} ms a step",
         )  # fmt: skip
     for result in others.get("results", []):
+        firsts = {int(index): token for index, token in result["first_tokens"].items()}
+        same = sum(tokens[index][0] == token for index, token in firsts.items())
+        # In bfloat16 some of the most likely tokens differ; with other weights, all but a few do.
+        report.measure(
+            f"same first token as {result['name']}", 100 * same / len(firsts), "%", at_least=50
+        )
         wanted = TIMES_TRANSFORMERS if result["limit"] and not target.dry else None
         report.measure(
             f"cuengine / {result['name']}", speed / result["tokens_per_second"], "x",
