@@ -12,10 +12,10 @@ import msgspec
 from aiohttp import web
 
 from cuengine.api.errors import ApiError
-from cuengine.api.protocol import UNSUPPORTED, WITHOUT_EFFECT
+from cuengine.api.protocol import Body
 from cuengine.api.state import ServerState
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Body)
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _NOTHING = frozenset({b"null", b"false", b"[]", b"{}", b'""'})
@@ -58,7 +58,8 @@ class BodyDecoder(Generic[T]):
     def __init__(self, body_type: type[T]) -> None:
         self._decoder = msgspec.json.Decoder(body_type)
         info: Any = msgspec.inspect.type_info(body_type)
-        self._known = frozenset(field.encode_name for field in info.fields) | WITHOUT_EFFECT
+        self._known = frozenset(field.encode_name for field in info.fields)
+        self._refused = body_type.refused
 
     def decode(self, data: bytes, route: str, state: ServerState) -> T:
         """Raises ApiError 400, with `param` where one field is to blame."""
@@ -68,12 +69,12 @@ class BodyDecoder(Generic[T]):
         except msgspec.ValidationError as error:
             raise invalid_field(error) from None
         except msgspec.DecodeError as error:
-            raise ApiError(400, _why_not_json(data, error)) from None
+            raise ApiError(400, why_not_json(data, error, "The request body")) from None
         except RecursionError:
             raise ApiError(400, "The request body is nested too deeply.") from None
         unknown = fields.keys() - self._known
         if unknown:
-            _refuse_unsupported(fields, unknown)
+            _refuse(fields, unknown & self._refused)
             state.note_ignored(route, unknown)
         return body
 
@@ -90,31 +91,31 @@ def invalid_field(error: msgspec.ValidationError, root: str = "") -> ApiError:
     return ApiError(400, f"{param}: {what}" if param else what, param=param or None)
 
 
-def _refuse_unsupported(fields: Mapping[str, msgspec.Raw], unknown: set[str]) -> None:
-    for name in sorted(unknown & UNSUPPORTED):
+def _refuse(fields: Mapping[str, msgspec.Raw], names: set[str]) -> None:
+    for name in sorted(names):
         if bytes(fields[name]).strip() not in _NOTHING:
             raise ApiError(400, f"{name} is not supported by this server.", param=name)
 
 
-def _why_not_json(data: bytes, error: msgspec.DecodeError) -> str:
-    """msgspec calls a lone surrogate 'truncated'; Python's slower parser can tell."""
+def why_not_json(data: bytes, error: msgspec.DecodeError, what: str) -> str:
+    """A sentence about `what`. msgspec calls half of a surrogate pair 'truncated'; Python's slower
+    parser can tell.
+    """
     try:
         text = data.decode()
     except UnicodeDecodeError as problem:
-        return f"The request body is not UTF-8: byte {problem.start} ({data[problem.start]:#04x})."
+        return f"{what} is not UTF-8: byte {problem.start} ({data[problem.start]:#04x})."
     try:
         json.loads(text, parse_constant=_no_constant)
     except _Constant as constant:
-        return f"The request body is not JSON: {constant} is not a JSON number."
+        return f"{what} is not JSON: {constant} is not a JSON number."
     except RecursionError:
-        return "The request body is nested too deeply."
+        return f"{what} is nested too deeply."
     except ValueError as problem:
-        return f"The request body is not JSON: {problem}."
+        return f"{what} is not JSON: {problem}."
     if "\\ud" in text.lower():
-        return (
-            "The request body has half of a surrogate pair (\\ud800 to \\udfff), which is no text."
-        )
-    return f"The request body is not JSON: {error}."
+        return f"{what} has half of a surrogate pair (\\ud800 to \\udfff), which is no text."
+    return f"{what} is not JSON: {error}."
 
 
 class _Constant(Exception):

@@ -1,241 +1,88 @@
-"""POST /v1/chat/completions: messages in, the assistant's answer out, whole or streamed."""
+"""POST /v1/chat/completions: messages in, the assistant's answer out, whole or streamed.
+
+What the answer looks like is in chat_answer.py.
+"""
 
 from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 from aiohttp import web
-from msgspec import UNSET, UnsetType
 
 from cuengine.api.answers import json_answer
-from cuengine.api.errors import ApiError
-from cuengine.api.generation import (
-    MAX_TOP_LOGPROBS,
-    PromptResult,
-    Sample,
-    UsageCounter,
-    collect,
-    floored,
-    prompt_logprobs_shape,
-    run_prompts,
-    sampling_params,
-    top_entries,
-)
-from cuengine.api.protocol import (
-    AnswerMessage,
-    ChatAnswer,
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatLogprob,
-    ChatLogprobs,
-    ChatRequest,
-    Delta,
-    TopLogprob,
-    Typed,
-    Usage,
-)
+from cuengine.api.chat_answer import ChatAnswerer
+from cuengine.api.checks import check_chat, check_generation, named_as_sent, refuse
+from cuengine.api.generation import collect, run_prompts, sampling_params
+from cuengine.api.protocol import ChatRequest
 from cuengine.api.state import ServerState
-from cuengine.api.streaming import event, stream_answer
-from cuengine.api.tokens import TokenNames, encode_chat
-from cuengine.errors import RequestError
-from cuengine.outputs import RequestDelta, TokenLogprobs
-from cuengine.sampling_params import SamplingParams
+from cuengine.api.streaming import stream_answer
+from cuengine.api.tokens import TokenNames, encode_chat, template_messages
+from cuengine.api.tool_calls import ToolCallParser
 
 
 async def create_chat_completion(
     request: web.Request, state: ServerState, body: ChatRequest
 ) -> web.StreamResponse:
     model = state.check_model(body.model)
-    _check_supported(body)
-    params = _params(body, state)
-    prompt = await encode_chat(
-        state,
-        body,
-        add_special_tokens=bool(body.add_special_tokens),
-        with_tools=body.tool_choice != "none",
-    )
-    answer = _Answer(
-        id=f"chatcmpl-{uuid.uuid4().hex}",
-        created=int(time.time()),
-        model=model,
-        body=body,
-        names=TokenNames(state.engine.tokenizer, as_ids=bool(body.return_tokens_as_token_ids)),
-    )
-    deltas = run_prompts(
-        state,
-        [prompt],
-        params,
-        request_id=answer.id,
-        priority=body.priority,
-        cache_salt=body.cache_salt,
-    )
-    if body.stream:
-        return await stream_answer(request, state, deltas, answer.chunks, answer.last_chunk)
-    results, usage = await collect(deltas, 1, params)
-    return json_answer(answer.whole(results[0], usage))
-
-
-def _check_supported(body: ChatRequest) -> None:
-    """What this server cannot do is refused, so that no answer pretends to it."""
-    if body.response_format is not None and body.response_format.type != "text":
-        raise ApiError(
-            400,
-            f"response_format {body.response_format.type!r} is not supported; only 'text' is.",
-            param="response_format",
-        )
-    choice = body.tool_choice
-    if isinstance(choice, Typed) or choice not in (None, "none", "auto"):
-        wanted = choice.type if isinstance(choice, Typed) else choice
-        raise ApiError(
-            400,
-            f"tool_choice {wanted!r} is not supported; 'none' and 'auto' are.",
-            param="tool_choice",
-        )
-    if body.modalities and body.modalities != ["text"]:
-        raise ApiError(400, "modalities: only ['text'] is supported.", param="modalities")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream: true.", param="stream_options")
-    if body.prompt_logprobs is not None and body.stream:
-        raise ApiError(
-            400, "prompt_logprobs cannot be combined with stream: true.", param="prompt_logprobs"
-        )
-    if body.top_logprobs is not None:
-        if not 0 <= body.top_logprobs <= MAX_TOP_LOGPROBS:
-            raise ApiError(
-                400,
-                f"top_logprobs={body.top_logprobs} is not from 0 to {MAX_TOP_LOGPROBS}.",
-                param="top_logprobs",
-            )
-        if body.top_logprobs and not body.logprobs:
-            raise ApiError(400, "top_logprobs needs logprobs: true.", param="top_logprobs")
-
-
-def _params(body: ChatRequest, state: ServerState) -> SamplingParams:
+    check_generation(body, state.settings.max_n)
+    check_chat(body)
+    new_parser = _tool_call_parser(body, state)
     newer = body.max_completion_tokens is not None
-    try:
-        return sampling_params(
+    with named_as_sent("max_completion_tokens" if newer else None):
+        params = sampling_params(
             body,
             state,
+            n=body.n,
             max_tokens=body.max_completion_tokens if newer else body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
         )
-    except RequestError as error:
-        if newer and error.param == "max_tokens":
-            message = str(error).replace("max_tokens", "max_completion_tokens", 1)
-            raise RequestError(message, param="max_completion_tokens", code=error.code) from None
-        raise
-
-
-@dataclass(slots=True)
-class _Answer:
-    """Shapes deltas into chunks, or a result into the whole answer."""
-
-    id: str
-    created: int
-    model: str
-    body: ChatRequest
-    names: TokenNames
-    usage: UsageCounter = field(default_factory=UsageCounter)
-    started: set[int] = field(default_factory=set)
-
-    def chunks(self, _prompt_index: int, delta: RequestDelta) -> bytes:
-        """The events of one engine step: one per sample that has news."""
-        self.usage.add(0, delta)
-        events = []
-        for sequence in delta.sequences:
-            if sequence.index not in self.started:
-                ids = delta.prompt_token_ids if self.body.return_token_ids else UNSET
-                role = ChatChunkChoice(sequence.index, Delta(role="assistant", content=""))
-                events.append(self._event([role], prompt_token_ids=ids))
-                self.started.add(sequence.index)
-            finished = sequence.finish_reason is not None
-            if not (sequence.text or sequence.logprobs or finished or self.body.return_token_ids):
-                continue
-            choice = ChatChunkChoice(
-                sequence.index,
-                Delta(content=sequence.text) if sequence.text or not finished else Delta(),
-                self._logprobs(sequence.token_ids, sequence.logprobs),
-                sequence.finish_reason,
-                sequence.stop_reason if finished else UNSET,
-                sequence.token_ids if self.body.return_token_ids else UNSET,
-            )
-            events.append(self._event([choice]))
-        return b"".join(events)
-
-    def last_chunk(self) -> bytes:
-        options = self.body.stream_options
-        if options is None or not options.include_usage:
-            return b""
-        return self._event([], usage=self.usage.usage())
-
-    def _event(
-        self,
-        choices: list[ChatChunkChoice],
-        *,
-        usage: Usage | UnsetType | None = UNSET,
-        prompt_token_ids: list[int] | UnsetType = UNSET,
-    ) -> bytes:
-        options = self.body.stream_options
-        if options is not None and choices:
-            if options.continuous_usage_stats:
-                usage = self.usage.usage()
-            elif options.include_usage:
-                usage = None
-        return event(
-            ChatChunk(
-                id=self.id,
-                created=self.created,
-                model=self.model,
-                choices=choices,
-                usage=usage,
-                prompt_token_ids=prompt_token_ids,
-            )
+        if new_parser is not None:
+            # What marks a call is a special token in many models, which would be left out.
+            params.skip_special_tokens = False
+        prompt = await encode_chat(
+            state,
+            template_messages(body.messages, "messages"),
+            body,
+            add_special_tokens=bool(body.add_special_tokens),
+            with_tools=body.tool_choice != "none",
         )
-
-    def whole(self, result: PromptResult, usage: UsageCounter) -> ChatAnswer:
-        return ChatAnswer(
-            id=self.id,
-            created=self.created,
-            model=self.model,
-            choices=[self._choice(i, sample) for i, sample in enumerate(result.samples)],
-            usage=usage.usage(),
-            prompt_logprobs=UNSET
-            if result.prompt_logprobs is None
-            else prompt_logprobs_shape(result.prompt_logprobs),
-            prompt_token_ids=result.prompt_token_ids if self.body.return_token_ids else UNSET,
+        answer = ChatAnswerer(
+            id=f"chatcmpl-{uuid.uuid4().hex}",
+            created=int(time.time()),
+            model=model,
+            body=body,
+            names=TokenNames(state.engine.tokenizer, as_ids=bool(body.return_tokens_as_token_ids)),
+            new_parser=new_parser,
         )
-
-    def _choice(self, index: int, sample: Sample) -> ChatChoice:
-        return ChatChoice(
-            index,
-            AnswerMessage(sample.text),
-            self._logprobs(sample.token_ids, sample.logprobs),
-            sample.finish_reason,
-            sample.stop_reason,
-            sample.token_ids if self.body.return_token_ids else UNSET,
+        deltas = run_prompts(
+            state,
+            [prompt],
+            params,
+            request_id=answer.id,
+            priority=body.priority,
+            cache_salt=body.cache_salt,
         )
+        if body.stream:
+            return await stream_answer(request, state, deltas, answer.chunks, answer.end)
+        results, usage = await collect(deltas, 1, params)
+        return json_answer(answer.whole(results[0], usage))
 
-    def _logprobs(
-        self, token_ids: list[int], logprobs: list[TokenLogprobs] | None
-    ) -> ChatLogprobs | None:
-        if not self.body.logprobs or logprobs is None:
-            return None
-        names, top = self.names, self.body.top_logprobs or 0
-        return ChatLogprobs(
-            [
-                ChatLogprob(
-                    names.text(token),
-                    floored(at[token].logprob),
-                    names.bytes(token),
-                    [
-                        TopLogprob(names.text(t), lp, names.bytes(t))
-                        for t, lp in top_entries(at, top)
-                    ],
-                )
-                for token, at in zip(token_ids, logprobs, strict=True)
-            ]
-        )
+
+def _tool_call_parser(body: ChatRequest, state: ServerState) -> Callable[[], ToolCallParser] | None:
+    """What finds calls in an answer, where the request has tools and the model's format is known.
+
+    Raises ApiError 400 where the model would never get to see the tools.
+    """
+    template = state.engine.chat_template
+    if not body.tools or body.tool_choice == "none" or template is None:
+        return None
+    if not template.takes_tools:
+        raise refuse("tools", "tools: this model's chat template has no place for them.")
+    style = state.settings.tool_call_parser or template.tool_call_format
+    if style is None:
+        return None
+    known = [tool.function.name for tool in body.tools]
+    return lambda: ToolCallParser(style, known, parallel=body.parallel_tool_calls is not False)

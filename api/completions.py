@@ -14,9 +14,9 @@ from msgspec import UNSET, UnsetType
 
 from cuengine.api.answers import json_answer
 from cuengine.api.body import invalid_field
+from cuengine.api.checks import check_completion, check_generation
 from cuengine.api.errors import ApiError
 from cuengine.api.generation import (
-    MAX_TOP_LOGPROBS,
     PromptResult,
     Sample,
     UsageCounter,
@@ -35,8 +35,15 @@ from cuengine.api.protocol import (
     Usage,
 )
 from cuengine.api.state import ServerState
-from cuengine.api.streaming import event, stream_answer
-from cuengine.api.tokens import TokenNames, check_ids, check_length, encode, need_tokenizer
+from cuengine.api.streaming import DONE, end_of_stream, event, stream_answer
+from cuengine.api.tokens import (
+    TokenNames,
+    check_ids,
+    check_length,
+    check_num_tokens,
+    encode,
+    need_tokenizer,
+)
 from cuengine.outputs import RequestDelta, SequenceDelta, TokenLogprobs
 from cuengine.sampling_params import SamplingParams
 
@@ -57,7 +64,8 @@ async def create_completion(
     request: web.Request, state: ServerState, body: CompletionRequest
 ) -> web.StreamResponse:
     model = state.check_model(body.model)
-    _check_supported(body)
+    check_generation(body, state.settings.max_n)
+    check_completion(body)
     given = parse_prompt(body.prompt)
     # `echo` without new tokens scores the prompt. The engine always makes one: it is left out.
     score_only = bool(body.echo) and body.max_tokens == 0
@@ -90,31 +98,9 @@ async def create_completion(
         cache_salt=body.cache_salt,
     )
     if body.stream:
-        return await stream_answer(request, state, deltas, answer.chunks, answer.last_chunk)
+        return await stream_answer(request, state, deltas, answer.chunks, answer.end)
     results, usage = await collect(deltas, len(prompts), params)
     return json_answer(answer.whole(results, usage))
-
-
-def _check_supported(body: CompletionRequest) -> None:
-    if body.logprobs is not None and not 0 <= body.logprobs <= MAX_TOP_LOGPROBS:
-        raise ApiError(
-            400,
-            f"logprobs={body.logprobs} is not from 0 to {MAX_TOP_LOGPROBS}.",
-            param="logprobs",
-        )
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream: true.", param="stream_options")
-    if body.prompt_logprobs is not None and body.stream:
-        raise ApiError(
-            400, "prompt_logprobs cannot be combined with stream: true.", param="prompt_logprobs"
-        )
-    if body.stream and body.best_of is not None and body.best_of > (body.n or 1):
-        raise ApiError(
-            400,
-            f"best_of={body.best_of} with stream: true: the best {body.n or 1} are known only in "
-            "the end.",
-            param="best_of",
-        )
 
 
 def _params(body: CompletionRequest, state: ServerState, max_tokens: int) -> SamplingParams:
@@ -124,6 +110,7 @@ def _params(body: CompletionRequest, state: ServerState, max_tokens: int) -> Sam
     return sampling_params(
         body,
         state,
+        n=body.n,
         max_tokens=max_tokens,
         best_of=body.best_of,
         logprobs=body.logprobs,
@@ -176,6 +163,8 @@ async def _tokenize(
     prompts = await asyncio.gather(*map(one, given))
     if not all(prompt.token_ids for prompt in prompts):
         raise ApiError(400, "prompt: it is empty, there is nothing to continue.", param="prompt")
+    for prompt in prompts:
+        check_num_tokens(state, prompt.token_ids, "prompt")
     return prompts
 
 
@@ -235,11 +224,12 @@ class _Answer:
             token_ids=self._own_ids(sequence.token_ids),
         )
 
-    def last_chunk(self) -> bytes:
+    def end(self, error: ApiError | None) -> bytes:
+        """The last events of a stream."""
         options = self.body.stream_options
-        if options is None or not options.include_usage:
-            return b""
-        return self._event([], usage=self._usage(self.usage))
+        if error is None and options is not None and options.include_usage:
+            return self._event([], usage=self._usage(self.usage)) + DONE
+        return end_of_stream(error)
 
     def _event(
         self, choices: list[CompletionChoice], *, usage: Usage | UnsetType | None = UNSET

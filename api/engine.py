@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
+from cuengine.api.settings import ToolCallFormat
 from cuengine.config import EngineConfig
 from cuengine.outputs import RequestDelta
 from cuengine.sampling_params import SamplingParams
@@ -23,6 +24,13 @@ class ServingTokenizer(Protocol):
 
 
 class ServingTemplate(Protocol):
+    @property
+    def takes_tools(self) -> bool: ...
+    @property
+    def tool_call_format(self) -> ToolCallFormat | None:
+        """How a model with this template writes its calls; None where that is not known."""
+        ...
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],

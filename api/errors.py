@@ -12,6 +12,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
+from cuengine.api.access_log import request_id
 from cuengine.errors import EngineStoppedError, RequestError
 
 logger = logging.getLogger("cuengine.api")
@@ -73,7 +74,12 @@ def error_from(exc: Exception) -> ApiError:
             return ApiError(exc.status, exc.text or exc.reason)
         case RequestPayloadError():
             return ApiError(400, f"The request body cannot be read: {exc}")
-    logger.error("A request failed in a way nobody expected", exc_info=exc)
+    logger.error(
+        "Request %s failed in a way nobody expected",
+        request_id.get(),
+        exc_info=exc,
+        extra={"fields": {"request_id": request_id.get()}},
+    )
     return ApiError(500, "The server failed on this request; its log says why.")
 
 
@@ -89,7 +95,9 @@ def error_body(error: ApiError) -> bytes:
 
 
 def _client_type(error: ApiError) -> str:
-    return "authentication_error" if error.status == 401 else "invalid_request_error"
+    return {401: "authentication_error", 429: "rate_limit_error"}.get(
+        error.status, "invalid_request_error"
+    )
 
 
 def error_response(error: ApiError) -> web.Response:

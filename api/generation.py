@@ -1,6 +1,6 @@
 """Runs the prompts of one HTTP request on the engine and brings their deltas together.
 
-What the deltas become is in chat.py and completions.py.
+What the deltas become is in chat_answer.py, completions.py and responses.py.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from cuengine.api.errors import ApiError
 from cuengine.api.metrics import RequestTimer
 from cuengine.api.protocol import (
-    GenerationRequest,
     PromptLogprob,
     PromptLogprobs,
     PromptTokensDetails,
+    SamplingFields,
     Usage,
 )
 from cuengine.api.state import ServerState
@@ -30,13 +31,13 @@ Deltas = AsyncGenerator[tuple[int, RequestDelta], None]
 
 # What JSON has instead of minus infinity, as in vLLM.
 LOGPROB_FLOOR = -9999.0
-MAX_TOP_LOGPROBS = 20
 
 
 def sampling_params(
-    request: GenerationRequest,
+    request: SamplingFields,
     state: ServerState,
     *,
+    n: int | None = None,
     max_tokens: int | None,
     best_of: int | None = None,
     logprobs: int | None = None,
@@ -48,7 +49,7 @@ def sampling_params(
     """
     defaults = state.engine.generation_defaults
     return SamplingParams(
-        n=_given(request.n, 1),
+        n=_given(n, 1),
         best_of=best_of,
         temperature=_given(request.temperature, _given(defaults.temperature, 1.0)),
         top_p=_given(request.top_p, _given(defaults.top_p, 1.0)),
@@ -89,8 +90,10 @@ async def run_prompts(
     """Submit all prompts at once and yield their deltas as they come.
 
     Closing this generator, or cancelling the task that waits for it, closes the engine's, which
-    aborts what still runs.
+    aborts what still runs. Raises ApiError 429 where too many prompts wait already, and 504 for one
+    that takes too long.
     """
+    state.limits.check_queue()
     if len(prompts) == 1:
         run = _run_one(state, prompts[0], params, request_id, priority or 0, cache_salt)
         async with aclosing(run) as deltas:
@@ -139,16 +142,36 @@ async def _run_one(
     cache_salt: str | None,
 ) -> AsyncGenerator[RequestDelta, None]:
     timer = RequestTimer(state.metrics)
+    limit = state.settings.request_timeout
+    deadline = None if limit is None else asyncio.get_running_loop().time() + limit
     run = state.engine.generate(
         prompt, params, request_id=request_id, priority=priority, cache_salt=cache_salt
     )
     try:
-        async with aclosing(run) as deltas:
-            async for delta in deltas:
-                timer.observe(delta)
-                yield delta
+        with state.limits.one_prompt() as waiting:
+            async with aclosing(run) as deltas:
+                while (delta := await _next_delta(deltas, deadline)) is not None:
+                    waiting.over()
+                    timer.observe(delta)
+                    yield delta
+    except TimeoutError:
+        raise ApiError(
+            504,
+            f"The answer took longer than this server's limit of {limit:g} seconds.",
+            code="request_timeout",
+        ) from None
     finally:
         timer.close()
+
+
+async def _next_delta(
+    deltas: AsyncGenerator[RequestDelta, None], deadline: float | None
+) -> RequestDelta | None:
+    """None at the end. Raises TimeoutError once the event loop's clock shows `deadline`."""
+    if deadline is None:
+        return await anext(deltas, None)
+    async with asyncio.timeout_at(deadline):
+        return await anext(deltas, None)
 
 
 @dataclass(slots=True)

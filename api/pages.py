@@ -68,10 +68,15 @@ def _answer(request: web.Request, page: Page) -> web.Response:
 
 
 async def health(request: web.Request, state: ServerState) -> web.Response:
-    """200 while requests are taken. Draining is answered 503 before this is reached."""
+    """Whether this process is worth keeping: 200 while it drains, too, 503 after a failure."""
     if state.engine.failed:
         raise ApiError(503, "The engine has failed; the log says why.", code="engine_stopped")
     return web.Response()
+
+
+async def ready(request: web.Request, state: ServerState) -> web.Response:
+    """Whether new requests are taken. Draining is answered 503 before this is reached."""
+    return await health(request, state)
 
 
 async def version(request: web.Request, state: ServerState) -> web.Response:

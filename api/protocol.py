@@ -6,42 +6,44 @@ is left out and one that is null mean the same. UNSET fields of an answer are le
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from msgspec import UNSET, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "tool_calls"]
 
-# Fields that change which tokens come out. They are refused rather than ignored.
-UNSUPPORTED = frozenset(
+# Fields of OpenAI's and vLLM's that change which tokens come out, and that cannot be followed here.
+# They are refused rather than ignored.
+REFUSED_EVERYWHERE = frozenset(
     {
         "allowed_token_ids",
         "audio",
         "bad_words",
-        "chat_template",
-        "function_call",
-        "functions",
         "guided_choice",
         "guided_grammar",
         "guided_json",
         "guided_regex",
         "logits_processors",
-        "length_penalty",
-        "prompt_embeds",
+        "repetition_detection",
         "structured_outputs",
-        "suffix",
         "truncate_prompt_tokens",
         "use_beam_search",
     }
 )
 
-# Fields that have nothing to do here but that OpenAI's clients send as a matter of course.
-WITHOUT_EFFECT = frozenset(
-    {"metadata", "parallel_tool_calls", "safety_identifier", "service_tier", "store", "user"}
-)
-
 
 # --- requests ---------------------------------------------------------------------------------
+
+
+class Body(Struct, kw_only=True):
+    """What all requests have in common.
+
+    refused  fields that this route does not have and does not ignore either
+    """
+
+    refused: ClassVar[frozenset[str]] = frozenset()
+
+    model: str | None = None
 
 
 class StreamOptions(Struct):
@@ -49,11 +51,17 @@ class StreamOptions(Struct):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(Struct, kw_only=True):
-    """What chat and plain completions have in common."""
+class Typed(Struct):
+    """Any object that says its type; what else is in it does not matter here."""
 
-    model: str | None = None
-    n: int | None = None
+    type: str
+
+
+class SamplingFields(Body, kw_only=True):
+    """How tokens are to be chosen, whatever the route. The last six have no effect here."""
+
+    refused: ClassVar[frozenset[str]] = REFUSED_EVERYWHERE
+
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -62,22 +70,46 @@ class GenerationRequest(Struct, kw_only=True):
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    max_tokens: int | None = None
     min_tokens: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
-    prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
-    add_special_tokens: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    metadata: dict[str, Any] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    store: bool | None = None
+    user: str | None = None
+
+
+class GenerationRequest(SamplingFields, kw_only=True):
+    """What chat and plain completions have in common."""
+
+    n: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool | None = None
+    stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    response_format: Typed | None = None
+
+
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+_PROMPT_SCHEMA = {
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        _TOKEN_IDS,
+        {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+    ]
+}
 
 
 class CompletionRequest(GenerationRequest, kw_only=True):
@@ -85,7 +117,9 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     only, so it is checked by hand.
     """
 
-    prompt: Any
+    refused: ClassVar[frozenset[str]] = REFUSED_EVERYWHERE | {"prompt_embeds", "suffix"}
+
+    prompt: Annotated[Any, Meta(extra_json_schema=_PROMPT_SCHEMA)]
     best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
@@ -116,15 +150,31 @@ class ChatMessage(Struct):
     tool_call_id: str | None = None
 
 
-class Typed(Struct):
-    """Any object that says its type; what else is in it does not matter here."""
+class FunctionDefinition(Struct, omit_defaults=True):
+    """parameters is a JSON schema, which the chat template shows to the model."""
 
-    type: str
+    name: Annotated[str, Meta(min_length=1)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Struct):
+    type: Literal["function"]
+    function: FunctionDefinition
 
 
 class ChatRequest(GenerationRequest, kw_only=True):
+    refused: ClassVar[frozenset[str]] = REFUSED_EVERYWHERE | {
+        "chat_template",
+        "echo",
+        "function_call",
+        "functions",
+        "web_search_options",
+    }
+
     messages: list[ChatMessage]
-    tools: list[dict[str, Any]] | None = None
+    tools: list[Tool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -132,29 +182,29 @@ class ChatRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: Typed | None = None
     tool_choice: str | Typed | None = None
+    parallel_tool_calls: bool | None = None
     modalities: list[str] | None = None
 
 
-class TokenizeRequest(Struct, kw_only=True):
+class TokenizeRequest(Body, kw_only=True):
     """prompt, or messages and what a chat template takes."""
 
-    messages: list[ChatMessage] = []
-    tools: list[dict[str, Any]] | None = None
+    refused: ClassVar[frozenset[str]] = frozenset({"chat_template"})
+
+    messages: list[ChatMessage] | None = None
+    tools: list[Tool] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
     prompt: str | None = None
-    model: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Struct, kw_only=True):
+class DetokenizeRequest(Body, kw_only=True):
     tokens: list[int]
-    model: str | None = None
 
 
 # --- answers ----------------------------------------------------------------------------------
@@ -198,10 +248,24 @@ class ChatLogprobs(Struct):
     refusal: None = None
 
 
+class CalledFunction(Struct):
+    """arguments is JSON as the model wrote it: it may be broken."""
+
+    name: str
+    arguments: str
+
+
+class AnswerToolCall(Struct):
+    id: str
+    function: CalledFunction
+    type: Literal["function"] = "function"
+
+
 class AnswerMessage(Struct):
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[AnswerToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(Struct):
@@ -224,9 +288,24 @@ class ChatAnswer(Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class FunctionDelta(Struct):
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class ToolCallDelta(Struct):
+    """id, type and name come once, with a call's beginning."""
+
+    index: int
+    function: FunctionDelta
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+
+
 class Delta(Struct):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallDelta] | UnsetType = UNSET
 
 
 class ChatChunkChoice(Struct):

@@ -9,72 +9,184 @@ import asyncio
 import hashlib
 import hmac
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
 from typing import Any
 
 from aiohttp import web
 
-from cuengine.api import chat, completions, models, pages, tokenize
+from cuengine.api import chat, completions, models, openapi, pages, responses, tokenize
+from cuengine.api.access_log import identify
 from cuengine.api.body import BodyDecoder, read_json
 from cuengine.api.connection import Connection
 from cuengine.api.errors import ApiError, error_from, error_response
 from cuengine.api.protocol import (
+    ChatAnswer,
     ChatRequest,
+    Completion,
     CompletionRequest,
+    DetokenizeAnswer,
     DetokenizeRequest,
+    ModelCard,
+    ModelList,
+    TokenizeAnswer,
     TokenizeRequest,
+    Version,
 )
+from cuengine.api.responses_protocol import Response, ResponsesRequest
+from cuengine.api.route import Route
 from cuengine.api.state import STATE, ServerState
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """handler(request, state), or handler(request, state, body) where there is a body type."""
-
-    method: str
-    path: str
-    handler: Callable[..., Awaitable[web.StreamResponse]]
-    body: type | None = None
-
-
 ROUTES = (
-    Route("GET", "/v1/models", models.list_models),
-    Route("GET", "/v1/models/{model:.+}", models.show_model),
-    Route("POST", "/v1/completions", completions.create_completion, CompletionRequest),
-    Route("POST", "/v1/chat/completions", chat.create_chat_completion, ChatRequest),
-    Route("POST", "/tokenize", tokenize.tokenize, TokenizeRequest),
-    Route("POST", "/detokenize", tokenize.detokenize, DetokenizeRequest),
-    Route("GET", "/health", pages.health),
-    Route("GET", "/version", pages.version),
-    Route("GET", "/metrics", pages.metrics),
-    Route("GET", "/", pages.chat_page),
-    Route("GET", "/static/{name}", pages.static_file),
+    Route(
+        method="POST",
+        path="/v1/chat/completions",
+        handler=chat.create_chat_completion,
+        summary="Answer a conversation",
+        body=ChatRequest,
+        answer=ChatAnswer,
+        generates=True,
+    ),
+    Route(
+        method="POST",
+        path="/v1/completions",
+        handler=completions.create_completion,
+        summary="Continue a text",
+        body=CompletionRequest,
+        answer=Completion,
+        generates=True,
+    ),
+    Route(
+        method="POST",
+        path="/v1/responses",
+        handler=responses.create_response,
+        summary="Answer a conversation, in the shape of OpenAI's newer interface",
+        body=ResponsesRequest,
+        answer=Response,
+        generates=True,
+    ),
+    Route(
+        method="GET",
+        path="/v1/models",
+        handler=models.list_models,
+        summary="The names under which the model is served",
+        answer=ModelList,
+    ),
+    Route(
+        method="GET",
+        path="/v1/models/{model:.+}",
+        handler=models.show_model,
+        summary="One of these names",
+        answer=ModelCard,
+    ),
+    Route(
+        method="POST",
+        path="/tokenize",
+        handler=tokenize.tokenize,
+        summary="The tokens of a text or of a conversation",
+        body=TokenizeRequest,
+        answer=TokenizeAnswer,
+    ),
+    Route(
+        method="POST",
+        path="/detokenize",
+        handler=tokenize.detokenize,
+        summary="The text of tokens",
+        body=DetokenizeRequest,
+        answer=DetokenizeAnswer,
+    ),
+    Route(
+        method="GET",
+        path="/health",
+        handler=pages.health,
+        summary="Whether the server is alive",
+        while_draining=True,
+    ),
+    Route(
+        method="GET",
+        path="/ready",
+        handler=pages.ready,
+        summary="Whether the server takes requests",
+    ),
+    Route(
+        method="GET",
+        path="/version",
+        handler=pages.version,
+        summary="The version of cuengine",
+        answer=Version,
+        while_draining=True,
+    ),
+    Route(
+        method="GET",
+        path="/metrics",
+        handler=pages.metrics,
+        summary="Figures for Prometheus",
+        answer="text/plain",
+        while_draining=True,
+    ),
+    Route(
+        method="GET",
+        path="/openapi.json",
+        handler=openapi.show,
+        summary="This description",
+        answer="application/json",
+    ),
+    Route(
+        method="GET",
+        path="/",
+        handler=pages.chat_page,
+        summary="A page to chat on",
+        answer="text/html",
+    ),
+    Route(
+        method="GET",
+        path="/static/{name}",
+        handler=pages.static_file,
+        summary="A part of that page",
+        answer="*/*",
+    ),
 )
 
 
 def add_routes(app: web.Application, state: ServerState) -> None:
+    """Every route, and again under the root path: some proxies cut it off and some do not."""
+    settings = state.settings
+    state.openapi = openapi.describe(ROUTES, settings.root_path, with_keys=bool(settings.api_keys))
     for route in ROUTES:
-        app.router.add_route(route.method, route.path, _bind(route, state))
-        if route.method == "GET":
-            app.router.add_route("HEAD", route.path, _bind(route, state))
+        handler = _bind(route, state)
+        for prefix in {"", settings.root_path}:
+            app.router.add_route(route.method, prefix + route.path, handler)
+            if route.method == "GET":
+                app.router.add_route("HEAD", prefix + route.path, handler)
 
 
 def _bind(route: Route, state: ServerState) -> _Handler:
-    handler = route.handler
+    def check_draining() -> None:
+        if state.draining and not route.while_draining:
+            raise ApiError(
+                503,
+                "The server is shutting down.",
+                code="shutting_down",
+                headers={"Retry-After": "5"},
+            )
+
     if route.body is None:
 
         async def without_body(request: web.Request) -> web.StreamResponse:
-            return await handler(request, state)
+            check_draining()
+            return await route.handler(request, state)
 
         return without_body
 
     decoder: BodyDecoder[Any] = BodyDecoder(route.body)
 
     async def with_body(request: web.Request) -> web.StreamResponse:
-        data = await read_json(request, state)
-        return await handler(request, state, decoder.decode(data, route.path, state))
+        check_draining()
+        with state.limits.one_request() if route.generates else nullcontext():
+            data = await read_json(request, state)
+            return await route.handler(request, state, decoder.decode(data, route.path, state))
 
     return with_body
 
@@ -87,6 +199,7 @@ async def gate(request: web.Request, handler: _Handler) -> web.StreamResponse:
     if isinstance(connection, Connection):
         connection.request_started()
     state.request_started()
+    identify(request)
     try:
         response = await _admit(request, handler, state)
     finally:
@@ -103,13 +216,6 @@ async def _admit(request: web.Request, handler: _Handler, state: ServerState) ->
         if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
             return web.Response(status=204)
         _check_key(request, state)
-        if state.draining and request.path != "/metrics":
-            raise ApiError(
-                503,
-                "The server is shutting down.",
-                code="shutting_down",
-                headers={"Retry-After": "5"},
-            )
         return await handler(request)
     except asyncio.CancelledError:
         raise
@@ -132,7 +238,8 @@ async def _admit(request: web.Request, handler: _Handler, state: ServerState) ->
 def _check_key(request: web.Request, state: ServerState) -> None:
     """/v1 needs one of the API keys, where there are any; the rest is open, as in vLLM."""
     keys = state.settings.api_keys
-    if not keys or not request.path.startswith("/v1"):
+    paths = (request.path, request.path.removeprefix(state.settings.root_path))
+    if not keys or not any(path.startswith("/v1") for path in paths):
         return
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     # Digests have one length, and all are compared: the time says nothing about a key.

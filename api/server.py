@@ -6,21 +6,20 @@ What it answers is in routes.py and the modules named there.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import signal
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from aiohttp import web
 
+from cuengine.api.access_log import AccessLogger, add_id_header
 from cuengine.api.connection import Connection
 from cuengine.api.engine import ServingEngine
+from cuengine.api.listening import Listening, listen
 from cuengine.api.routes import add_cors_headers, add_routes, gate
 from cuengine.api.settings import ServerSettings
 from cuengine.api.state import STATE, ServerState
-from cuengine.errors import ConfigError
 
 __all__ = [
     "RunningServer",
@@ -48,6 +47,7 @@ def create_app(engine: ServingEngine, settings: ServerSettings) -> web.Applicati
     app = web.Application(middlewares=[gate], client_max_size=settings.max_body_bytes)
     app[STATE] = state
     add_routes(app, state)
+    app.on_response_prepare.append(add_id_header)
     if settings.cors_origins:
         app.on_response_prepare.append(add_cors_headers)
 
@@ -65,7 +65,7 @@ class RunningServer:
     """A server that listens. `stop` may be called at any time, and more than once."""
 
     def __init__(
-        self, app: web.Application, settings: ServerSettings, listening: socket.socket
+        self, app: web.Application, settings: ServerSettings, listening: Listening
     ) -> None:
         self._state = app[STATE]
         self._settings = settings
@@ -77,13 +77,8 @@ class RunningServer:
         )
         self._listening = listening
         self._listener: asyncio.Server | None = None
-        self.port: int = listening.getsockname()[1]
-
-    @property
-    def url(self) -> str:
-        host = self._settings.host
-        host = {"0.0.0.0": "localhost", "::": "localhost", "": "localhost"}.get(host, host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        self.port = listening.port
+        self.url = listening.url
 
     async def start(self) -> None:
         """Start the engine, then take connections."""
@@ -101,10 +96,14 @@ class RunningServer:
                 lingering_time=min(_LINGER_SECONDS, self._settings.body_timeout),
                 keepalive_timeout=_IDLE_CONNECTION_SECONDS,
                 access_log=access_log,
-                access_log_format='%a "%r" %s %b %Tfs',
+                access_log_class=AccessLogger,
             )
 
-        self._listener = await loop.create_server(connect, sock=self._listening, backlog=_BACKLOG)
+        listening = self._listening
+        create = loop.create_server if listening.path is None else loop.create_unix_server
+        self._listener = await create(
+            connect, sock=listening.socket, ssl=listening.tls, backlog=_BACKLOG
+        )
 
     async def drain(self) -> None:
         """Refuse what is new with 503 and wait until what runs is done."""
@@ -127,7 +126,7 @@ class RunningServer:
 
 @asynccontextmanager
 async def running_server(
-    engine: ServingEngine, settings: ServerSettings, listening: socket.socket | None = None
+    engine: ServingEngine, settings: ServerSettings, listening: Listening | None = None
 ) -> AsyncIterator[RunningServer]:
     """A server in the running loop, stopped at the end of the block; arguments as `run_server`."""
     listening = listen(settings) if listening is None else listening
@@ -140,7 +139,7 @@ async def running_server(
 
 
 def run_server(
-    engine: ServingEngine, settings: ServerSettings, listening: socket.socket | None = None
+    engine: ServingEngine, settings: ServerSettings, listening: Listening | None = None
 ) -> None:
     """Serve until SIGTERM or SIGINT, then drain; a second signal stops at once.
 
@@ -151,7 +150,7 @@ def run_server(
 
 
 async def _serve(
-    engine: ServingEngine, settings: ServerSettings, listening: socket.socket | None
+    engine: ServingEngine, settings: ServerSettings, listening: Listening | None
 ) -> None:
     loop = asyncio.get_running_loop()
     first, second = asyncio.Event(), asyncio.Event()
@@ -179,31 +178,3 @@ async def _serve(
         if server.in_flight:
             logger.warning("Stopping with %d requests unfinished", server.in_flight)
     logger.info("Stopped")
-
-
-def listen(settings: ServerSettings) -> socket.socket:
-    """A socket bound to host and port, which takes connections once the server runs.
-
-    An empty host is every address. Raises ConfigError where the address cannot be had.
-    """
-    host, port = settings.host, settings.port
-    try:
-        family, kind, proto, _, address = socket.getaddrinfo(
-            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError(f"host {host!r} is not an address to listen at: {error}") from None
-    listening = socket.socket(family, kind, proto)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6 and not host:
-            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listening.bind(address)
-    except OSError as error:
-        listening.close()
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {port} is in use on {host or 'this machine'}. Choose another with --port."
-            ) from None
-        raise ConfigError(f"cannot listen at {host}:{port}: {error.strerror}") from None
-    return listening

@@ -7,12 +7,13 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from aiohttp import web
 
 from cuengine.api.engine import ServingEngine
 from cuengine.api.errors import ApiError
+from cuengine.api.limits import Limits
 from cuengine.api.metrics import Metrics
 from cuengine.api.settings import ServerSettings
 
@@ -29,7 +30,10 @@ MAX_IGNORED_FIELDS = 200
 class ServerState:
     """The engine, the settings, the names it serves under, and what is going on now.
 
-    longest_text bytes that no prompt which fits the context can exceed
+    max_prompt_tokens  the context, or less where the operator says so
+    longest_text bytes that no prompt of so many tokens can exceed
+    limits       how much work is taken on
+    openapi      the description of all routes, set where they are added
     draining     a signal has come: new requests are refused
     in_flight    requests being answered
     """
@@ -40,7 +44,12 @@ class ServerState:
         self.model_names = settings.served_model_names or (engine.config.model,)
         self.created = int(time.time())
         self.metrics = Metrics(engine, self.model_names[0])
-        self.longest_text = _longest_text(engine)
+        self.max_prompt_tokens = min(
+            engine.max_model_len, settings.max_prompt_tokens or engine.max_model_len
+        )
+        self.longest_text = _longest_text(engine, self.max_prompt_tokens)
+        self.limits = Limits(settings.max_concurrent_requests, settings.max_queued_requests)
+        self.openapi: dict[str, Any] = {}
         self.draining = False
         self.in_flight = 0
         self._idle = asyncio.Event()
@@ -94,13 +103,13 @@ class ServerState:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _longest_text(engine: ServingEngine) -> int:
-    """The context full of the longest token there is. Longer text need not be tokenized."""
+def _longest_text(engine: ServingEngine, max_tokens: int) -> int:
+    """So many times the longest token there is. Longer text need not be tokenized."""
     tokenizer = engine.tokenizer
     if tokenizer is None:
         return 0
     longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
-    return longest * engine.max_model_len
+    return longest * max_tokens
 
 
 STATE = web.AppKey("state", ServerState)

@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from cuengine.api.connection import Connection
-from cuengine.api.errors import error_body, error_from
+from cuengine.api.errors import ApiError, error_body, error_from
 from cuengine.api.generation import Deltas
 from cuengine.api.state import ServerState
 from cuengine.outputs import RequestDelta
@@ -27,7 +27,7 @@ _HEADERS = {
     "X-Accel-Buffering": "no",
 }
 _COMMENT = b": keep-alive\n\n"
-_DONE = b"data: [DONE]\n\n"
+DONE = b"data: [DONE]\n\n"
 
 _encode = msgspec.json.Encoder().encode
 
@@ -35,6 +35,11 @@ _encode = msgspec.json.Encoder().encode
 def event(data: Any) -> bytes:
     """One event with `data` as JSON."""
     return b"data: %b\n\n" % _encode(data)
+
+
+def end_of_stream(error: ApiError | None) -> bytes:
+    """What ends a stream: [DONE], after the error where there was one."""
+    return DONE if error is None else b"data: %b\n\n%b" % (error_body(error), DONE)
 
 
 class EventStream:
@@ -75,8 +80,8 @@ class EventStream:
         await self._response.write(data)
         self._blocked_since = None
 
-    async def finish(self) -> web.StreamResponse:
-        await self.write(_DONE)
+    async def finish(self, last: bytes) -> web.StreamResponse:
+        await self.write(last)
         await self._response.write_eof()
         return self._response
 
@@ -113,13 +118,14 @@ async def stream_answer(
     state: ServerState,
     deltas: Deltas,
     encode: Callable[[int, RequestDelta], bytes],
-    last: Callable[[], bytes],
+    end: Callable[[ApiError | None], bytes],
 ) -> web.StreamResponse:
-    """Send every delta as what `encode` makes of it, then `last`, then `[DONE]`.
+    """Send every delta as what `encode` makes of it, then what `end` says.
 
-    An error before anything was sent is raised; a later one becomes an event of the stream.
+    An error before anything was sent is raised; a later one is handed to `end`.
     """
     stream = EventStream(request, state)
+    failure: ApiError | None = None
     try:
         async with aclosing(deltas):
             first = asyncio.ensure_future(anext(deltas, None))
@@ -139,13 +145,11 @@ async def stream_answer(
             except Exception as error:
                 if not stream.opened or isinstance(error, ConnectionError):
                     raise
-                await stream.write(b"data: %b\n\n" % error_body(error_from(error)))
-            else:
-                await _send(stream, last())
+                failure = error_from(error)
             finally:
                 first.cancel()
                 await asyncio.wait({first})
-        return await stream.finish()
+        return await stream.finish(end(failure))
     finally:
         stream.close()
 

@@ -13,7 +13,7 @@ from cuengine.api.protocol import (
     TokenizeRequest,
 )
 from cuengine.api.state import ServerState
-from cuengine.api.tokens import check_ids, encode, encode_chat, need_tokenizer
+from cuengine.api.tokens import check_ids, encode, encode_chat, need_tokenizer, template_messages
 
 
 async def tokenize(request: web.Request, state: ServerState, body: TokenizeRequest) -> web.Response:
@@ -24,7 +24,11 @@ async def tokenize(request: web.Request, state: ServerState, body: TokenizeReque
         tokens = await encode(state, body.prompt, add_special_tokens=special)
     elif body.messages:
         tokens = await encode_chat(
-            state, body, add_special_tokens=bool(body.add_special_tokens), must_fit=False
+            state,
+            template_messages(body.messages, "messages"),
+            body,
+            add_special_tokens=bool(body.add_special_tokens),
+            must_fit=False,
         )
     else:
         raise ApiError(400, "prompt or messages is needed.", param="prompt")

@@ -5,13 +5,16 @@ All calls that take time run on the tokenizer threads, never on the event loop.
 
 from __future__ import annotations
 
-import json
 import logging
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
+from cuengine.api.body import why_not_json
 from cuengine.api.engine import ServingTemplate, ServingTokenizer
 from cuengine.api.errors import ApiError
-from cuengine.api.protocol import ChatMessage, ChatRequest, TokenizeRequest, ToolCall
+from cuengine.api.protocol import ChatMessage, ChatRequest, TokenizeRequest, Tool, ToolCall
 from cuengine.api.state import ServerState
 from cuengine.errors import RequestError
 
@@ -39,10 +42,28 @@ def check_length(state: ServerState, text: str, param: str) -> None:
         raise ApiError(
             400,
             f"The prompt does not fit: {len(text)} characters are more than "
-            f"{state.engine.max_model_len} tokens, this model's context, in any case.",
+            f"{state.max_prompt_tokens} tokens, {_whose_limit(state)}, in any case.",
             param=param,
             code="context_length_exceeded",
         )
+
+
+def check_num_tokens(state: ServerState, token_ids: list[int], param: str) -> None:
+    """The operator's limit; that of the context is the engine's to hold."""
+    limit = state.settings.max_prompt_tokens
+    if limit is not None and len(token_ids) > limit:
+        raise ApiError(
+            400,
+            f"The prompt does not fit: it has {len(token_ids)} tokens, and {limit} are "
+            f"{_whose_limit(state)}.",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+
+def _whose_limit(state: ServerState) -> str:
+    own = state.max_prompt_tokens < state.engine.max_model_len
+    return "this server's limit" if own else "this model's context"
 
 
 async def encode(state: ServerState, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -68,14 +89,19 @@ def check_ids(state: ServerState, ids: list[int], param: str) -> None:
 
 async def encode_chat(
     state: ServerState,
+    messages: list[dict[str, Any]],
     request: ChatRequest | TokenizeRequest,
     *,
     add_special_tokens: bool,
     with_tools: bool = True,
     must_fit: bool = True,
+    field: str = "messages",
 ) -> list[int]:
     """The prompt that the model's chat template makes of the messages, as token ids.
 
+    messages  from `template_messages`
+    request   how the template is to be used
+    field     where the messages came from
     Raises ApiError or RequestError 400 for messages that cannot be rendered.
     """
     tokenizer = need_tokenizer(state)
@@ -86,7 +112,6 @@ async def encode_chat(
             "This model has no chat template. Start the server with --chat-template, "
             "or use /v1/completions.",
         )
-    messages = template_messages(request.messages)
     kwargs = dict(request.chat_template_kwargs or {})
     if taken := kwargs.keys() & _TEMPLATE_ARGUMENTS:
         raise ApiError(
@@ -107,13 +132,16 @@ async def encode_chat(
             "add_generation_prompt and continue_final_message cannot both be true.",
             param="continue_final_message",
         )
-    tools = request.tools if with_tools and request.tools else None
+    tools = request.tools or [] if with_tools else []
 
     def work() -> list[int]:
-        text = _render(template, messages, prompted, continued, tools, kwargs)
+        text = _render(template, messages, prompted, continued, tools, kwargs, field)
         if must_fit:
-            check_length(state, text, "messages")
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            check_length(state, text, field)
+        token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        if must_fit:
+            check_num_tokens(state, token_ids, field)
+        return token_ids
 
     return await state.off_loop(work)
 
@@ -123,15 +151,16 @@ def _render(
     messages: list[dict[str, Any]],
     add_generation_prompt: bool,
     continue_final_message: bool,
-    tools: list[dict[str, Any]] | None,
+    tools: list[Tool],
     kwargs: dict[str, Any],
+    field: str,
 ) -> str:
     try:
         return template.render(
             messages,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            tools=tools,
+            tools=[msgspec.to_builtins(tool) for tool in tools] or None,
             **kwargs,
         )
     except RequestError:
@@ -141,18 +170,19 @@ def _render(
         # request.
         logger.warning("The chat template failed", exc_info=error)
         raise RequestError(
-            f"The model's chat template fails on these messages: {error}", param="messages"
+            f"The model's chat template fails on these messages: {error}", param=field
         ) from None
 
 
-def template_messages(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+def template_messages(messages: Sequence[ChatMessage], field: str) -> list[dict[str, Any]]:
     """Messages as templates expect them: text as one string, tool arguments as an object.
+    `field` is where they came from.
 
     `developer` is what OpenAI's newer models call `system`; no LLaMA template knows it.
     """
     if not messages:
-        raise ApiError(400, "messages: at least one is needed.", param="messages")
-    return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+        raise ApiError(400, f"{field}: at least one message is needed.", param=field)
+    return [_template_message(message, f"{field}[{i}]") for i, message in enumerate(messages)]
 
 
 def _template_message(message: ChatMessage, where: str) -> dict[str, Any]:
@@ -202,12 +232,15 @@ def _flat_text(message: ChatMessage, where: str) -> str:
 
 def _template_tool_call(call: ToolCall, where: str) -> dict[str, Any]:
     place = f"{where}.function.arguments"
+    data = (call.function.arguments or "{}").encode()
     try:
-        arguments = json.loads(call.function.arguments or "{}")
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"{place}: not a JSON object: {error}.", param=place) from None
+        arguments = msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise ApiError(400, why_not_json(data, error, place), param=place) from None
+    except RecursionError:
+        raise ApiError(400, f"{place} is nested too deeply.", param=place) from None
     if not isinstance(arguments, dict):
-        raise ApiError(400, f"{place}: not a JSON object.", param=place)
+        raise ApiError(400, f"{place} is not a JSON object.", param=place)
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": call.type, "function": function}
 

@@ -6,6 +6,7 @@ Nothing here decides anything: the scheduler says which tokens run, batch_builde
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,14 +22,19 @@ Float32 = NDArray[np.float32]
 class Batch:
     """Tokens to run through the model, flattened over sequences.
 
-    token_ids           int32 [num_tokens]
+    token_ids           int32 [num_tokens]            0 where token_sources names another place
     positions           int32 [num_tokens]            position of each token in its sequence
     slot_mapping        int64 [num_tokens]            block * block_size + offset for K and V
     block_tables        int32 [num_seqs, max_blocks]  padded with -1
     query_start_loc     int32 [num_seqs + 1]          sequence i has tokens [i] to [i + 1]
     seq_lens            int32 [num_seqs]              tokens in the cache after this step
     logits_indices      int32 [num_rows]              tokens whose logits are wanted, with repeats
-    block_copies        int32 [num_copies, 2]         (from, to), in all layers, first of all
+    block_copies        int32 [num_copies, 2]         (from, to), in all layers, before the forward
+        pass; no block is in both columns, none twice in the second
+    token_sources       int32 [num_tokens] or None    row of the last step's output whose token this
+        is, which the host does not know yet; -1: it is in token_ids
+    swap_outs           int32 [num_blocks, 2] or None (device, host) blocks, before block_copies
+    swap_ins            int32 [num_blocks, 2] or None (host, device) blocks, after block_copies
     """
 
     token_ids: Int32
@@ -39,6 +45,9 @@ class Batch:
     seq_lens: Int32
     logits_indices: Int32
     block_copies: Int32
+    token_sources: Int32 | None = None
+    swap_outs: Int32 | None = None
+    swap_ins: Int32 | None = None
 
 
 @dataclass(slots=True)
@@ -93,9 +102,20 @@ class SamplingBatch:
     allowed_mask: UInt32 | None = None
 
 
+class PendingOutput(Protocol):
+    """A SamplerOutput that may still be in the making; its tokens can be used on the device."""
+
+    def fetch(self) -> SamplerOutput:
+        """Wait for it. Called once, before the step after the next one is given to the device.
+
+        Raises ModelError for logits that are NaN or +inf.
+        """
+        ...
+
+
 @dataclass(slots=True)
 class SamplerOutput:
-    """What came of each row of a SamplingBatch.
+    """What came of each row of a SamplingBatch. On a device that returns results, its own pending.
 
     Log-probabilities are natural logs of the softmax of the raw logits, before penalties, bias,
     temperature and truncation, as vLLM reports them by default.
@@ -112,3 +132,6 @@ class SamplerOutput:
     ranks: Int32
     top_ids: Int32
     top_logprobs: Float32
+
+    def fetch(self) -> SamplerOutput:
+        return self

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from cuengine.batch import Batch, Int32, SamplingBatch
 from cuengine.scheduler import Chunk, Step
-from cuengine.sequence import Sequence
+from cuengine.sequence import UNKNOWN_TOKEN, Sequence
 
 
 def build_batch(step: Step, block_size: int) -> Batch:
@@ -43,6 +43,12 @@ def build_batch(step: Step, block_size: int) -> Batch:
 
     rows = np.repeat(np.arange(num_seqs), lengths)
     positions = np.arange(num_tokens, dtype=np.int32) - (query_start_loc[:-1] - starts)[rows]
+    unknown = np.flatnonzero(token_ids == UNKNOWN_TOKEN)
+    token_sources = None
+    if len(unknown):
+        token_sources = np.full(num_tokens, -1, np.int32)
+        token_sources[unknown] = [chunks[i].sequence.last_row for i in rows[unknown]]
+        token_ids[unknown] = 0
     blocks_of = block_tables[rows, positions // block_size].astype(np.int64)
     return Batch(
         token_ids=token_ids,
@@ -53,6 +59,7 @@ def build_batch(step: Step, block_size: int) -> Batch:
         seq_lens=seq_lens,
         logits_indices=_logits_indices(chunks, query_start_loc),
         block_copies=np.array(step.block_copies, np.int32).reshape(-1, 2),
+        token_sources=token_sources,
     )
 
 
@@ -116,7 +123,7 @@ def _report_prompt(batch: SamplingBatch, chunks: list[Chunk]) -> None:
 
 def _add_penalties(batch: SamplingBatch, drawn: list[Sequence | None]) -> None:
     """Penalties and the tokens they are over, where a row has any."""
-    wanted = [sequence is not None and _has_penalty(sequence) for sequence in drawn]
+    wanted = [sequence is not None and sequence.request.penalized for sequence in drawn]
     if not any(wanted):
         return
     num_rows = len(drawn)
@@ -141,15 +148,6 @@ def _add_penalties(batch: SamplingBatch, drawn: list[Sequence | None]) -> None:
     batch.frequency_penalty = frequency
     batch.prompt_ids, batch.prompt_offsets = _ragged(prompts)
     batch.output_ids, batch.output_offsets = _ragged(outputs)
-
-
-def _has_penalty(sequence: Sequence) -> bool:
-    params = sequence.request.params
-    return (
-        params.repetition_penalty != 1
-        or params.presence_penalty != 0
-        or params.frequency_penalty != 0
-    )
 
 
 def _ragged(parts: list[Int32]) -> tuple[Int32, Int32]:

@@ -31,7 +31,7 @@ def chain_hash(parent: bytes, tokens: bytes) -> bytes:
 
 
 class BlockPool:
-    """All blocks of a KV cache. Every operation is O(1).
+    """All blocks of a KV cache. Every operation but `forget` is O(1).
 
     A hash names one block at most: a second block with equal contents (two requests that computed
     the same prefix in the same step) stays nameless and is reused first once it is free. Replacing
@@ -101,6 +101,12 @@ class BlockPool:
     def find(self, digest: bytes) -> int | None:
         """The block with this hash; to keep it, `share` it before anything is allocated."""
         return self._by_hash.get(digest)
+
+    def forget(self) -> None:
+        """Find nothing again of what was registered so far."""
+        for block in self._by_hash.values():
+            self._hashes[block] = None
+        self._by_hash.clear()
 
     def _unlink(self, block: int) -> None:
         before, after = self._prev[block], self._next[block]

@@ -11,18 +11,25 @@ from cuengine.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m"
 BLOCK_SIZES = (8, 16, 32)
+DEVICES = ("auto", "cuda", "cpu", "emulated")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 
 @dataclass(slots=True, kw_only=True)
 class EngineConfig:
     """model                    folder, .gguf file, hub name or built-in name
-    device                   "auto" or "cpu"
-    dtype                    "auto": the device's choice (float32 on cpu)
+    device                   "auto": cuda where a GPU can be used, else cpu; "emulated": the CUDA
+                             kernels on the host, for tests and work on them
+    dtype                    "auto": the checkpoint's (of quantized weights bfloat16, or float16
+                             where the GPU has none); float32 on cpu
     block_size               tokens per KV block
     max_model_len            prompt and output together; None: the model's own limit
     max_num_seqs             sequences in one step
     max_num_batched_tokens   tokens in one step; longer prompts are prefilled in chunks
-    kv_cache_memory          bytes for the KV cache on `cpu`; None: a share of free memory
+    kv_cache_memory          bytes for the KV cache; None: on cpu a share of free memory, on cuda
+                             what gpu_memory_utilization leaves
+    gpu_memory_utilization   part of the GPU's memory to use in all, others' use included
+    enforce_eager            launch every kernel of a decode step instead of replaying a CUDA graph
     num_blocks               KV blocks, overriding kv_cache_memory; None: by memory
     seed                     draws the seeds of requests that have none
     skip_tokenizer_init      token ids in, token ids out
@@ -39,6 +46,8 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enforce_eager: bool = False
     num_blocks: int | None = None
     enable_prefix_caching: bool = True
     seed: int = 0
@@ -46,10 +55,13 @@ class EngineConfig:
     chat_template: str | None = None
 
     def __post_init__(self) -> None:
-        if self.device not in ("auto", "cpu"):
-            raise ConfigError(f"device={self.device!r} is not one of: auto, cpu")
-        if self.dtype not in ("auto", "float32"):
-            raise ConfigError(f"dtype={self.dtype!r} is not one of: auto, float32")
+        if self.device not in DEVICES:
+            raise ConfigError(f"device={self.device!r} is not one of: {', '.join(DEVICES)}")
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype={self.dtype!r} is not one of: {', '.join(DTYPES)}")
+        share = self.gpu_memory_utilization
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise ConfigError(f"gpu_memory_utilization={share!r} is not above 0 and at most 1")
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size={self.block_size!r} is not one of: 8, 16, 32")
         for name in (

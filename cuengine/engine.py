@@ -1,24 +1,33 @@
 """The synchronous core: token ids in, token ids out, one step at a time.
 
-Admits requests, runs what the scheduler picks and deals out the tokens. Text, stop strings and
+Queues requests, runs what the scheduler picks and deals out the tokens. Text, stop strings and
 ranking are in output_processor.py; loading a model in loading.py.
+
+Where the device works on while the host does other things, a step is scheduled and launched before
+the tokens of the one before it are fetched. Until then they are placeholders: all that scheduling
+needs to know is that they are there, and the device takes its input from its own last output. That
+a sample has ended is seen one step late: the token that it drew meanwhile is dropped. Only tokens
+that the host must know first (penalties count them) make the next step wait. The tokens are the
+same either way.
 """
 
 from __future__ import annotations
 
 import random
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from cuengine.batch import Batch, SamplerOutput, SamplingBatch
+from cuengine.admission import Limits
+from cuengine.batch import Batch, PendingOutput, SamplerOutput, SamplingBatch
 from cuengine.batch_builder import build_batch, build_sampling
 from cuengine.block_pool import BlockPool
 from cuengine.config import EngineConfig
 from cuengine.errors import RequestError
 from cuengine.outputs import FinishReason, Logprob, TokenLogprobs
 from cuengine.sampling_params import SamplingParams
-from cuengine.scheduler import Chunk, Scheduler, Step
-from cuengine.sequence import Request, Sequence
+from cuengine.scheduler import Chunk, Scheduler
+from cuengine.sequence import Request, Sequence, SequenceStatus
 from cuengine.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -29,7 +38,13 @@ if TYPE_CHECKING:
 
 
 class Runner(Protocol):
-    def run(self, batch: Batch, sampling: SamplingBatch) -> SamplerOutput: ...
+    """What model_runner.py has for the engine."""
+
+    overlaps: bool
+
+    def run(self, batch: Batch, sampling: SamplingBatch) -> PendingOutput: ...
+
+    def range(self, name: str) -> AbstractContextManager[None]: ...
 
 
 @dataclass(slots=True)
@@ -68,6 +83,18 @@ class LoadedModel:
     generation_defaults: GenerationDefaults | None = None
 
 
+@dataclass(slots=True)
+class _Launched:
+    """A step that was given to the device.
+
+    tokens_first  its tokens have to be here before another step can be scheduled
+    """
+
+    chunks: list[Chunk]
+    output: PendingOutput
+    tokens_first: bool
+
+
 class Engine:
     """Not thread-safe: one thread calls it.
 
@@ -87,6 +114,7 @@ class Engine:
         self.model = model
         self.runner = runner
         self.max_model_len = max_model_len
+        self._limits = Limits(max_model_len, config.max_num_seqs, model.vocab_size)
         self.pool = BlockPool(
             num_blocks, config.block_size, enable_caching=config.enable_prefix_caching
         )
@@ -96,6 +124,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
         self._requests: dict[str, Request] = {}
+        self._in_flight: _Launched | None = None
         self._seeds = random.Random(config.seed)
         self._arrivals = 0
         self._num_steps = 0
@@ -114,42 +143,7 @@ class Engine:
 
     def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> int:
         """max_tokens as it will be; raises RequestError for what can never be served."""
-        room = self.max_model_len - len(prompt_token_ids)
-        if not prompt_token_ids:
-            raise RequestError("The prompt is empty: give it at least one token", param="prompt")
-        if room < 1:
-            raise RequestError(
-                f"The prompt does not fit: it has {len(prompt_token_ids)} tokens and this model's "
-                f"context is {self.max_model_len}. Shorten it to at most {self.max_model_len - 1}.",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise RequestError(
-                f"max_tokens={params.max_tokens} does not fit: the prompt has "
-                f"{len(prompt_token_ids)} tokens and this model's context is {self.max_model_len}. "
-                f"Ask for at most {room}.",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        if params.min_tokens > room:
-            raise RequestError(
-                f"min_tokens={params.min_tokens} does not fit: the prompt leaves room for {room} "
-                f"tokens in this model's context of {self.max_model_len}.",
-                param="min_tokens",
-                code="context_length_exceeded",
-            )
-        if params.num_samples > self.config.max_num_seqs:
-            name = "n" if params.best_of is None else "best_of"
-            raise RequestError(
-                f"{name}={params.num_samples} is more than this engine runs at once: "
-                f"ask for at most {self.config.max_num_seqs} (max_num_seqs)",
-                param=name,
-            )
-        self._check_ids("prompt", prompt_token_ids)
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", list(params.logit_bias))
-        return room if params.max_tokens is None else params.max_tokens
+        return self._limits.check(prompt_token_ids, params)
 
     def add_request(
         self,
@@ -202,27 +196,26 @@ class Engine:
                 del self._requests[request_id]
 
     def has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished()
+        return self._in_flight is not None or self.scheduler.has_unfinished()
 
     def step(self) -> list[EngineOutput]:
-        """Run what the scheduler picks next and return the new tokens.
+        """Run what the scheduler picks next and return new tokens: its own, or the last step's.
 
-        If the runner raises, the requests of the step are aborted: what is in their blocks is not
-        known. The error is passed on.
+        If the runner raises, the requests of the steps concerned are aborted, and nothing is used
+        again of what was cached: what is in the blocks is not known. The error is passed on.
         """
-        step = self.scheduler.schedule()
-        if not step.chunks:
-            return []
-        try:
-            batch = build_batch(step, self.config.block_size)
-            sampled = self.runner.run(batch, build_sampling(step))
-        except BaseException:
-            for chunk in step.chunks:
-                self.abort(chunk.sequence.request.request_id)
-            raise
-        self._num_steps += 1
-        self._num_scheduled += len(step.chunks)
-        return self._collect(step, sampled)
+        before = self._in_flight
+        if before is not None and before.tokens_first:
+            self._in_flight = None
+            return self._collect(before)
+        launched = self._in_flight = self._launch()
+        outputs = [] if before is None else self._collect(before)
+        if launched is not None:
+            self.scheduler.publish(launched.chunks)
+            if before is None and launched.tokens_first:
+                self._in_flight = None
+                return self._collect(launched)
+        return outputs
 
     def stats(self) -> EngineStats:
         scheduler, pool = self.scheduler, self.pool
@@ -242,56 +235,82 @@ class Engine:
             mean_batch=self._num_scheduled / max(1, self._num_steps),
         )
 
-    def _check_ids(self, name: str, ids: list[int]) -> None:
-        if ids and not (min(ids) >= 0 and max(ids) < self.model.vocab_size):
-            wrong = next(i for i in ids if not 0 <= i < self.model.vocab_size)
-            raise RequestError(
-                f"{name}: token id {wrong} is not in this model's vocabulary, "
-                f"0 to {self.model.vocab_size - 1}",
-                param=name,
-            )
+    def _launch(self) -> _Launched | None:
+        """Give the next step to the device, if there is one."""
+        runner = self.runner
+        with runner.range("schedule"):
+            step = self.scheduler.schedule()
+            if not step.chunks:
+                return None
+            batch, sampling = build_batch(step, self.config.block_size), build_sampling(step)
+        try:
+            output = runner.run(batch, sampling)
+        except BaseException:
+            self._abandon(step.chunks)
+            raise
+        self.scheduler.launched(step)
+        self._num_steps += 1
+        self._num_scheduled += len(step.chunks)
+        tokens_first = not runner.overlaps or any(
+            chunk.num_samples and chunk.sequence.request.penalized for chunk in step.chunks
+        )
+        return _Launched(step.chunks, output, tokens_first)
 
-    def _collect(self, step: Step, sampled: SamplerOutput) -> list[EngineOutput]:
-        """Append the sampled tokens to their sequences and report them."""
-        results = _Results(sampled)
+    def _abandon(self, chunks: list[Chunk]) -> None:
+        """A step failed: abort its requests, and trust no block that somebody might still find."""
+        for chunk in chunks:
+            request = chunk.sequence.request
+            if self._requests.get(request.request_id) is request:
+                self.abort(request.request_id)
+        self.scheduler.forget_contents()
+
+    def _collect(self, launched: _Launched) -> list[EngineOutput]:
+        """Put a step's tokens into their places and report them."""
+        try:
+            with self.runner.range("copy-out"):
+                results = _Results(launched.output.fetch())
+        except BaseException:
+            after, self._in_flight = self._in_flight, None
+            self._abandon(launched.chunks + ([] if after is None else after.chunks))
+            raise
         outputs: dict[str, EngineOutput] = {}
         row = 0
-        for chunk in step.chunks:
-            sequence, request = chunk.sequence, chunk.sequence.request
-            self.scheduler.computed(chunk)
-            if request.wants_prompt_logprobs:
+        for chunk in launched.chunks:
+            request = chunk.sequence.request
+            if chunk.num_prompt_rows:
                 self._collect_prompt(chunk, results, row)
-            row += chunk.num_prompt_rows
-            if not chunk.num_samples:
-                continue
-            output = outputs.get(request.request_id)
-            if output is None:
-                output = EngineOutput(
-                    request.request_id, num_cached_tokens=request.num_cached_tokens or 0
-                )
-                outputs[request.request_id] = output
-            if sequence.num_output == 0 and request.prompt_logprobs:
-                output.prompt_logprobs = request.prompt_logprobs
-            samples = self.scheduler.fork(sequence) if sequence.width > 1 else [sequence]
-            for sample in samples:
-                output.tokens.append(self._append(sample, results, row))
+                row += chunk.num_prompt_rows
+            # A sequence that was to draw several tokens has been forked since.
+            samples = [chunk.sequence] if chunk.num_samples == 1 else request.sequences
+            for sample in samples if chunk.num_samples else ():
+                if sample.status is not SequenceStatus.FINISHED:
+                    output = outputs.get(request.request_id)
+                    if output is None:
+                        output = self._new_output(chunk)
+                        outputs[request.request_id] = output
+                    output.tokens.append(self._place(sample, chunk.end, results, row))
                 row += 1
-            if request.finished:
-                del self._requests[request.request_id]
         return list(outputs.values())
 
-    def _collect_prompt(self, chunk: Chunk, results: _Results, row: int) -> None:
+    def _new_output(self, chunk: Chunk) -> EngineOutput:
         request = chunk.sequence.request
-        if chunk.start == 0:
-            request.prompt_logprobs.append(None)
-        count = request.params.prompt_logprobs or 0
-        for i in range(row, row + chunk.num_prompt_rows):
-            request.prompt_logprobs.append(results.logprobs(i, count))
+        output = EngineOutput(request.request_id, num_cached_tokens=request.num_cached_tokens or 0)
+        if chunk.end == chunk.sequence.prompt_len and request.prompt_logprobs:
+            output.prompt_logprobs = request.prompt_logprobs
+        return output
 
-    def _append(self, sequence: Sequence, results: _Results, row: int) -> TokenOutput:
-        """Give a sequence its next token, and end it if that was its last."""
+    def _collect_prompt(self, chunk: Chunk, results: _Results, row: int) -> None:
+        """Log-probabilities of the tokens after the chunk's; once more after a preemption."""
+        request, first = chunk.sequence.request, chunk.start + 1
+        count = request.params.prompt_logprobs or 0
+        request.prompt_logprobs[first : first + chunk.num_prompt_rows] = [
+            results.logprobs(i, count) for i in range(row, row + chunk.num_prompt_rows)
+        ]
+
+    def _place(self, sequence: Sequence, position: int, results: _Results, row: int) -> TokenOutput:
+        """Give a sequence the token at a position, and end it if that was its last."""
         request, token = sequence.request, results.token_ids[row]
-        sequence.token_ids.append(token)
+        sequence.token_ids[position] = token
         self._generation_tokens += 1
         output = TokenOutput(sequence.index, token)
         params = request.params
@@ -301,10 +320,10 @@ class Engine:
             output.finish_reason = "stop"
             if token not in self.model.eos_token_ids or params.ignore_eos:
                 output.stop_reason = token
-        elif sequence.num_output >= request.max_tokens:
+        elif position + 1 == sequence.max_len:
             output.finish_reason = "length"
         if output.finish_reason is not None:
-            self.scheduler.finish(sequence)
+            self.finish_sequence(request.request_id, sequence.index)
         return output
 
 

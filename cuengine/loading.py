@@ -17,23 +17,19 @@ import numpy as np
 
 from cuengine.config import EngineConfig
 from cuengine.engine import Engine, LoadedModel
-from cuengine.errors import ConfigError, ModelError
+from cuengine.errors import ConfigError, DeviceMemoryError, ModelError
 
 if TYPE_CHECKING:
     from cuengine.model.find import ModelFiles
 
 logger = logging.getLogger("cuengine")
 
-FREE_MEMORY_SHARE = 0.5
-"""Part of the free memory that the KV cache may take where nothing else is said."""
-
-MAX_DEFAULT_CACHE = 4 * 2**30
-"""Bytes; more than a default on a shared machine should claim."""
-
 
 def load_engine(config: EngineConfig) -> Engine:
     """Raises ModelError for a model that can't be used, ConfigError for settings that don't fit."""
+    from cuengine.device.interface import StepLimits
     from cuengine.device.select import select_device
+    from cuengine.largest_step import run_largest_step
     from cuengine.model.chat_template import ChatTemplate
     from cuengine.model.config import read_model_config
     from cuengine.model.find import find_model
@@ -49,12 +45,26 @@ def load_engine(config: EngineConfig) -> Engine:
         folder = _folder(files, progress=progress)
         model_config = read_model_config(folder)
     max_model_len = _max_model_len(config, model_config.context_length)
-    device = select_device(config.device, config.dtype)
+    limits = StepLimits(
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=config.block_size,
+    )
+    device = select_device(
+        config.device,
+        config.dtype,
+        checkpoint_dtype=None if model_config.dequantized else model_config.dtype,
+        limits=limits,
+        use_graphs=not config.enforce_eager,
+    )
     with _phase("weights"):
         weights = load_weights(
             folder, model_config, device, max_model_len=max_model_len, progress=progress
         )
         llama = Llama(model_config, weights, device)
+    with _phase("kernels"):
+        device.prepare(llama.attention_shape, progress=progress)
     with _phase("tokenizer"):
         tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_folder(folder)
         chat_template = (
@@ -74,12 +84,21 @@ def load_engine(config: EngineConfig) -> Engine:
             * config.block_size
             * np.dtype(device.dtype).itemsize
         )
+        if device.measures_memory and config.num_blocks is None:
+            with _fitting(config, "The largest step", "max_num_batched_tokens and max_num_seqs"):
+                run_largest_step(llama, model_config.num_layers, shape, limits)
         num_blocks, max_model_len = size_kv_cache(
-            config, block_bytes, max_model_len, device.free_memory()
+            config,
+            block_bytes,
+            max_model_len,
+            device.kv_cache_budget(config.gpu_memory_utilization),
         )
-        kv_cache = device.allocate_kv_cache(
-            model_config.num_layers, num_blocks, config.block_size, shape
-        )
+        with _fitting(
+            config, "The KV cache", "num_blocks, kv_cache_memory or gpu_memory_utilization"
+        ):
+            kv_cache = device.allocate_kv_cache(
+                model_config.num_layers, num_blocks, config.block_size, shape
+            )
     runner = ModelRunner(llama, kv_cache)
     with _phase("warm-up"):
         runner.warm_up()
@@ -95,7 +114,7 @@ def load_engine(config: EngineConfig) -> Engine:
 
 
 def size_kv_cache(
-    config: EngineConfig, block_bytes: int, max_model_len: int, free_memory: int
+    config: EngineConfig, block_bytes: int, max_model_len: int, budget: int
 ) -> tuple[int, int]:
     """Blocks of the KV cache, and max_model_len, lowered to what they hold if nobody asked for it.
 
@@ -107,16 +126,15 @@ def size_kv_cache(
     if config.num_blocks is not None:
         num_blocks = config.num_blocks
     else:
-        memory = config.kv_cache_memory
-        if memory is None:
-            memory = min(int(free_memory * FREE_MEMORY_SHARE), MAX_DEFAULT_CACHE)
+        memory = budget if config.kv_cache_memory is None else config.kv_cache_memory
         num_blocks = min(memory // block_bytes, config.max_num_seqs * blocks_per_sequence)
     fits = num_blocks * size
     if num_blocks < 1 or (num_blocks < blocks_per_sequence and config.max_model_len is not None):
         raise ConfigError(
             f"max_model_len={max_model_len} needs {blocks_per_sequence} KV blocks of {size} tokens "
             f"({blocks_per_sequence * block_bytes / 2**20:.0f} MiB); the cache has {num_blocks}. "
-            f"Ask for at most {fits}, or give kv_cache_memory={blocks_per_sequence * block_bytes}."
+            f"Ask for at most {fits}, or give kv_cache_memory={blocks_per_sequence * block_bytes} "
+            f"or on a GPU a gpu_memory_utilization above {config.gpu_memory_utilization}."
         )
     if num_blocks < blocks_per_sequence:
         logger.warning(
@@ -155,6 +173,20 @@ def _max_model_len(config: EngineConfig, limit: int) -> int:
             f"max_model_len={config.max_model_len} is more than this model's {limit} positions"
         )
     return config.max_model_len
+
+
+@contextmanager
+def _fitting(config: EngineConfig, what: str, settings: str) -> Iterator[None]:
+    """Says which settings to lower where device memory runs out."""
+    try:
+        yield
+    except DeviceMemoryError as error:
+        raise ConfigError(
+            f"{what} does not fit into device memory beside the weights: {error}. Lower "
+            f"{settings} (now max_num_batched_tokens={config.max_num_batched_tokens}, "
+            f"max_num_seqs={config.max_num_seqs}, "
+            f"gpu_memory_utilization={config.gpu_memory_utilization})"
+        ) from error
 
 
 @contextmanager

@@ -5,17 +5,14 @@ What to run is decided in scheduler.py; the arithmetic is the device's.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
 import numpy as np
 
-from cuengine.batch import Batch, Int32, SamplerOutput, SamplingBatch
-from cuengine.device.interface import Array, Device, StagedBatch
-
-LOGITS_ROWS = 256
-"""Rows of logits computed at once: float32 [256, 128k] is 128 MB, and a chunk of a prompt whose
-log-probabilities are wanted can have thousands of rows."""
+from cuengine.batch import Batch, Int32, PendingOutput, SamplerOutput, SamplingBatch
+from cuengine.device.interface import LOGITS_ROWS, Array, Device, StagedBatch
 
 
 class Model(Protocol):
@@ -27,28 +24,49 @@ class Model(Protocol):
 
 
 class ModelRunner:
-    """A model with its KV cache."""
+    """A model with its KV cache, and the host's cache for blocks that are swapped out, if any.
 
-    def __init__(self, model: Model, kv_cache: Array) -> None:
+    overlaps  `run` returns before its work is done
+    """
+
+    def __init__(self, model: Model, kv_cache: Array, host_cache: Array | None = None) -> None:
         self.model = model
         self.kv_cache = kv_cache
+        self.host_cache = host_cache
+        self.overlaps = model.device.overlaps
 
-    def run(self, batch: Batch, sampling: SamplingBatch) -> SamplerOutput:
+    def range(self, name: str) -> AbstractContextManager[None]:
+        return self.model.device.range(name)
+
+    def run(self, batch: Batch, sampling: SamplingBatch) -> PendingOutput:
         """Write the batch's keys and values into the cache and sample its rows of logits."""
         device = self.model.device
-        staged = device.stage(batch)
-        if len(batch.block_copies):
-            device.copy_blocks(self.kv_cache, staged)
-        hidden = self.model.forward(staged, self.kv_cache)
+        with device.range("copy-in"):
+            staged = device.stage(batch)
+            if batch.swap_outs is not None:
+                device.swap_out(self.kv_cache, self.host_cache, staged)
+            if len(batch.block_copies):
+                device.copy_blocks(self.kv_cache, staged)
+            if batch.swap_ins is not None:
+                device.swap_in(self.kv_cache, self.host_cache, staged)
         num_rows = len(batch.logits_indices)
         if num_rows <= LOGITS_ROWS:
-            return device.sample(self.model.logits(hidden), sampling)
+            with device.range("forward"):
+                logits = device.replay(
+                    staged, lambda: self.model.logits(self.model.forward(staged, self.kv_cache))
+                )
+            with device.range("sample"):
+                return device.sample(logits, sampling)
+        with device.range("forward"):
+            hidden = self.model.forward(staged, self.kv_cache)
         parts = []
         for start in range(0, num_rows, LOGITS_ROWS):
             stop = min(start + LOGITS_ROWS, num_rows)
-            logits = self.model.logits(hidden[start:stop])
-            parts.append(device.sample(logits, _rows(sampling, start, stop)))
-        return _concatenate(parts)
+            with device.range("sample"):
+                logits = self.model.logits(hidden[start:stop])
+                rows = _rows(sampling, start, stop)
+                parts.append(device.sample(logits, rows, first_row=start))
+        return _Parts(parts)
 
     def warm_up(self) -> None:
         """Run a prefill and a decode, so that compiling and first touches cost no request.
@@ -78,7 +96,17 @@ class ModelRunner:
                 positions=np.full(1, start + length, np.uint32),
                 num_logprobs=np.full(1, -1, np.int32),
             )
-            self.run(batch, sampling)
+            self.run(batch, sampling).fetch()
+
+
+@dataclass(slots=True)
+class _Parts:
+    """The pending output of a step whose rows were sampled in several calls."""
+
+    parts: list[PendingOutput]
+
+    def fetch(self) -> SamplerOutput:
+        return _concatenate([part.fetch() for part in self.parts])
 
 
 _OFFSETS = ("prompt_offsets", "output_offsets")

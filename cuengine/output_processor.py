@@ -86,15 +86,26 @@ class OutputProcessor:
         return [delta for delta in deltas if delta is not None]
 
     def abort(self, request_id: str) -> RequestDelta | None:
-        """The last delta of a request that was aborted; None for one that is over or unknown."""
+        """The last delta of a request that was aborted; None for one that is over or unknown.
+
+        Text that was held back because it might have become a stop string is in it. (Of samples
+        that `best_of` was to rank nothing is: no ranking is known.)
+        """
         state = self._states.pop(request_id, None)
         if state is None:
             return None
-        unfinished = [i for i, sample in enumerate(state.samples) if sample.finish_reason is None]
-        if state.ranked:
-            unfinished = list(range(state.params.n))
         logprobs: list[TokenLogprobs] | None = None if state.params.logprobs is None else []
-        deltas = [SequenceDelta(i, "", [], logprobs, finish_reason="abort") for i in unfinished]
+        if state.ranked:
+            texts = dict.fromkeys(range(state.params.n), "")
+        else:
+            texts = {
+                i: sample.detokenizer.flush() if sample.detokenizer is not None else ""
+                for i, sample in enumerate(state.samples)
+                if sample.finish_reason is None
+            }
+        deltas = [
+            SequenceDelta(i, text, [], logprobs, finish_reason="abort") for i, text in texts.items()
+        ]
         return self._delta(request_id, state, deltas, finished=True)
 
     def _detokenizer(

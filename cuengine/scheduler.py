@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from cuengine.block_pool import BlockPool
 from cuengine.block_table import BlockTable
-from cuengine.sequence import Request, Sequence, SequenceStatus
+from cuengine.sequence import UNKNOWN_TOKEN, Request, Sequence, SequenceStatus
 
 
 @dataclass(slots=True)
@@ -40,7 +40,12 @@ class Chunk:
 
 @dataclass(slots=True)
 class Step:
-    """What runs next; block_copies are (from, to) blocks to copy before anything else."""
+    """What runs next; block_copies are (from, to) blocks to copy before the forward pass.
+
+    All may be copied at once: no block is the target of one copy and in another. For who shares a
+    partly full block are samples of one request, neighbours in order; a step that preempts the last
+    of them has nothing left to run that comes after, and so could claim the block.
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
@@ -55,6 +60,9 @@ class Scheduler:
 
     Blocks for a prompt are claimed whole on admission, those for output one by one as it appears;
     so only decodes can run out of blocks.
+
+    The caller goes on: `schedule`, give the step to the device, `launched`; and once the tokens of
+    the step before are in their places, `publish`.
     """
 
     def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -84,7 +92,9 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         preemptions = self.num_preemptions
         for sequence in tuple(self.running):
-            if budget and len(sequence.token_ids) - sequence.num_computed == 1:
+            length = len(sequence.token_ids)
+            # One that has all its tokens waits only for the last to reach the host.
+            if length - sequence.num_computed == 1 and length < sequence.max_len and budget:
                 budget -= self._decode(sequence, step)
         for sequence in self.running:
             if budget and len(sequence.token_ids) - sequence.num_computed > 1:
@@ -97,19 +107,39 @@ class Scheduler:
             budget -= self._prefill(sequence, budget, step)
         return step
 
-    def computed(self, chunk: Chunk) -> None:
-        """The chunk's keys and values are in the cache: its full blocks can be shared now."""
-        sequence, pool = chunk.sequence, self.pool
-        size = pool.block_size
-        first, last = sequence.num_computed // size, chunk.end // size
-        sequence.num_computed = chunk.end
-        if first < last and pool.enable_caching:
-            hashes = sequence.block_hashes(last, size)
-            for i in range(first, last):
-                pool.register(sequence.table.blocks[i], hashes[i])
+    def launched(self, step: Step) -> None:
+        """The device has the step: all of it counts as computed, and what it draws as there.
 
-    def fork(self, sequence: Sequence) -> list[Sequence]:
-        """Split a sequence whose prompt is through into its samples; they run from now on."""
+        A sequence whose prompt is through is split into its samples, which run from now on.
+        """
+        row = 0
+        for chunk in step.chunks:
+            sequence = chunk.sequence
+            sequence.num_computed = chunk.end
+            row += chunk.num_prompt_rows
+            if chunk.num_samples:
+                for sample in self._fork(sequence) if sequence.width > 1 else (sequence,):
+                    sample.token_ids.append(UNKNOWN_TOKEN)
+                    sample.last_row = row
+                    row += 1
+
+    def publish(self, chunks: list[Chunk]) -> None:
+        """Let later steps find the full blocks of launched chunks, whose tokens are all known."""
+        pool, size = self.pool, self.pool.block_size
+        for chunk in chunks:
+            sequence, last = chunk.sequence, chunk.end // size
+            if sequence.num_registered < last and sequence.status is SequenceStatus.RUNNING:
+                if pool.enable_caching:
+                    hashes = sequence.block_hashes(last, size)
+                    for i in range(sequence.num_registered, last):
+                        pool.register(sequence.table.blocks[i], hashes[i])
+                sequence.num_registered = last
+
+    def forget_contents(self) -> None:
+        """Use nothing again that blocks without an owner hold."""
+        self.pool.forget()
+
+    def _fork(self, sequence: Sequence) -> list[Sequence]:
         siblings = [sequence.fork(index) for index in range(1, sequence.width)]
         sequence.width = 1
         for sibling in siblings:
@@ -134,6 +164,8 @@ class Scheduler:
                 if copy is not None:
                     step.block_copies.append(copy)
                 return self._prefill(sequence, 1, step)
+            if any(len(other.token_ids) == other.max_len for other in self.running):
+                return 0  # Blocks come free as soon as that one's last token is here.
             # Decodes are taken in order, so the last in line has no chunk in this step yet.
             self._preempt(self.running[-1])
         return 0
@@ -163,6 +195,7 @@ class Scheduler:
         table.adopt(cached)
         table.grow(length)
         sequence.num_computed = len(cached) * pool.block_size
+        sequence.num_registered = len(cached)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = sequence.num_computed
             self.prompt_tokens += length
@@ -195,8 +228,6 @@ class Scheduler:
         self._stop_running(sequence)
         sequence.status = SequenceStatus.WAITING
         sequence.num_computed = 0
-        if sequence.request.wants_prompt_logprobs:
-            sequence.request.prompt_logprobs.clear()
         insort(self.waiting, sequence, key=_order)
 
     def _stop_running(self, sequence: Sequence) -> None:

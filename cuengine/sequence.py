@@ -14,6 +14,9 @@ from cuengine.block_table import BlockTable
 from cuengine.outputs import FinishReason, TokenLogprobs
 from cuengine.sampling_params import SamplingParams
 
+UNKNOWN_TOKEN = -1
+"""Stands in `Sequence.token_ids` for a token that was drawn, but has not reached the host."""
+
 
 class SequenceStatus(Enum):
     WAITING = auto()
@@ -29,7 +32,9 @@ class Request:
     seed               the user's or one drawn on admission, as uint64
     max_tokens         resolved: never more than the room in the context
     ending_ids         token ids that end a sample
-    prompt_logprobs    one entry per prompt token seen so far, where they were asked for
+    prompt_logprobs    one entry per prompt token seen so far, where they were asked for; None for
+                       the first, which follows nothing
+    penalized          its next token depends on counts of those before, which the host keeps
     num_cached_tokens  prompt tokens found in the prefix cache; None before the first admission
     sequences          one until the prompt is through, then one per sample
     """
@@ -46,6 +51,17 @@ class Request:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     num_cached_tokens: int | None = None
     sequences: list[Sequence] = field(default_factory=list)
+    penalized: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        params = self.params
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs.append(None)
+        self.penalized = (
+            params.repetition_penalty != 1
+            or params.presence_penalty != 0
+            or params.frequency_penalty != 0
+        )
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -61,17 +77,23 @@ class Request:
 class Sequence:
     """One sample: prompt and output, and how much of both is in the KV cache.
 
-    token_ids     int32, prompt then output
-    num_computed  tokens whose keys and values are in the cache
-    width         samples this sequence stands for: all of them until it is forked, then 1
-    order         who goes first: lower priority value, then arrival, then index
+    token_ids       int32, prompt then output
+    max_len         tokens of prompt and output together that it may come to
+    num_computed    tokens whose keys and values are in the cache, or will be before the next step
+    num_registered  blocks, from the first on, that were offered to the prefix cache
+    last_row        row of the last step's output that its last token came from
+    width           samples this sequence stands for: all of them until it is forked, then 1
+    order           who goes first: lower priority value, then arrival, then index
     """
 
     __slots__ = (
         "finish_reason",
         "hashes",
         "index",
+        "last_row",
+        "max_len",
         "num_computed",
+        "num_registered",
         "order",
         "prompt_len",
         "request",
@@ -88,7 +110,10 @@ class Sequence:
         self.table = table
         self.prompt_len = len(request.prompt_token_ids)
         self.token_ids: array[int] = array("i", request.prompt_token_ids)
+        self.max_len = self.prompt_len + request.max_tokens
         self.num_computed = 0
+        self.num_registered = 0
+        self.last_row = 0
         self.width = request.params.num_samples
         self.order = (request.priority, request.arrival, index)
         self.status = SequenceStatus.WAITING
@@ -105,6 +130,7 @@ class Sequence:
         other = Sequence(self.request, index, self.table.fork())
         other.token_ids = self.token_ids[:]
         other.num_computed = self.num_computed
+        other.num_registered = self.num_registered
         other.width = 1
         other.status = self.status
         other.hashes = self.hashes[:]

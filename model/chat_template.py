@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jinja2
 from jinja2 import nodes
@@ -66,7 +66,11 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
 
 class ChatTemplate:
-    """A model's chat template, or several by name ("default", "tool_use")."""
+    """A model's chat template, or several by name ("default", "tool_use").
+
+    takes_tools       it shows the model the tools of a request
+    tool_call_format  how a model with this template writes its calls; None: not known
+    """
 
     def __init__(
         self, templates: Mapping[str, str], special_tokens: Mapping[str, Any] | None = None
@@ -75,9 +79,12 @@ class ChatTemplate:
         environment = _environment()
         self._special_tokens = dict(special_tokens or {})
         self._templates: dict[str, jinja2.Template] = {}
+        self.takes_tools = False
+        self.tool_call_format = _tool_call_format("\n".join(templates.values()))
         for name, source in templates.items():
             try:
                 tree = environment.parse(source)
+                self.takes_tools |= any(name.name == "tools" for name in tree.find_all(nodes.Name))
                 for loop in tree.find_all(nodes.For):
                     loop.iter = nodes.Filter(loop.iter, _IN_TIME, [], [], None, None)
                 self._templates[name] = environment.from_string(tree)
@@ -240,6 +247,21 @@ def _up_to_final_content(prompt: str, messages: Sequence[Mapping[str, Any]]) -> 
     if prompt.startswith(content.lstrip(), start):
         end = start + len(content.lstrip())
     return prompt[:end]
+
+
+ToolCallFormat = Literal["hermes", "mistral", "llama3_json"]
+
+# What a template contains, in the calls of earlier turns or in what it tells the model to write.
+_CALL_MARKS: tuple[tuple[str, ToolCallFormat], ...] = (
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_tag|>", "llama3_json"),
+    ('{"name": function name, "parameters"', "llama3_json"),
+)
+
+
+def _tool_call_format(source: str) -> ToolCallFormat | None:
+    return next((style for mark, style in _CALL_MARKS if mark in source), None)
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:

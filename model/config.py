@@ -51,7 +51,11 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes of a model. `dtype` is the checkpoint's ("float32", "float16", "bfloat16")."""
+    """Sizes of a model.
+
+    dtype        the checkpoint's: "float32", "float16" or "bfloat16"
+    dequantized  the weights were quantized in the file that the checkpoint was made from
+    """
 
     architecture: str
     vocab_size: int
@@ -68,6 +72,7 @@ class ModelConfig:
     attention_bias: bool
     mlp_bias: bool
     dtype: str
+    dequantized: bool = False
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = field(default=())
 
@@ -138,6 +143,7 @@ def parse_model_config(values: Mapping[str, Any], where: str) -> ModelConfig:
         attention_bias=not is_mistral and fields.flag("attention_bias", False),
         mlp_bias=not is_mistral and fields.flag("mlp_bias", False),
         dtype=_dtype(fields),
+        dequantized=fields.flag("cuengine_dequantized", False),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=fields.token_ids("eos_token_id"),
     )

@@ -34,7 +34,7 @@ from cuengine.paths import cache_dir
 logger = logging.getLogger(__name__)
 
 # Part of a cached folder's name: raised whenever what is written changes.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _CHUNK_BYTES = 32 * 2**20
 _ALIGNMENT = 64
@@ -231,6 +231,7 @@ def _hf_config(gguf: GgufFile) -> dict[str, Any]:
         "attention_bias": any(f"blk.0.attn_{x}.bias" in tensors for x in ("q", "k", "v", "output")),
         "mlp_bias": any(f"blk.0.ffn_{x}.bias" in tensors for x in ("gate", "up", "down")),
         "dtype": "float32",
+        "cuengine_dequantized": True,
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _eos_token_ids(metadata),
     }

@@ -58,18 +58,19 @@ class Llama:
         residual = device.embedding(self.weights.embedding, staged)
         x = device.rms_norm(residual, self.weights.layers[0].input_norm, eps)
         for index, layer in enumerate(self.weights.layers):
-            if index:
-                x = device.add_rms_norm(x, residual, layer.input_norm, eps)
-            qkv = device.linear(x, layer.qkv, layer.qkv_bias)
-            q = device.rotary_cache(qkv, self.weights.cos_sin, kv_cache[index], staged, shape)
-            x = device.paged_attention(q, kv_cache[index], staged, shape)
-            x = device.linear(x, layer.o, layer.o_bias)
-            x = device.add_rms_norm(x, residual, layer.post_norm, eps)
-            gate_up = device.linear(x, layer.gate_up, layer.gate_up_bias)
-            x = device.linear(device.silu_mul(gate_up), layer.down, layer.down_bias)
+            with device.range(f"layer {index}"):
+                if index:
+                    x = device.add_rms_norm(x, residual, layer.input_norm, eps)
+                qkv = device.linear(x, layer.qkv, layer.qkv_bias)
+                q = device.rotary_cache(qkv, self.weights.cos_sin, kv_cache[index], staged, shape)
+                x = device.paged_attention(q, kv_cache[index], staged, shape)
+                x = device.linear(x, layer.o, layer.o_bias)
+                x = device.add_rms_norm(x, residual, layer.post_norm, eps)
+                gate_up = device.linear(x, layer.gate_up, layer.gate_up_bias)
+                x = device.linear(device.silu_mul(gate_up), layer.down, layer.down_bias)
         x = device.add_rms_norm(x, residual, self.weights.norm, eps)
         return device.take_rows(x, staged)
 
     def logits(self, hidden: Array) -> Array:
         """float32 [num_rows, vocab] for rows of `forward`'s result."""
-        return self.device.linear(hidden, self.weights.lm_head)
+        return self.device.logits(hidden, self.weights.lm_head)

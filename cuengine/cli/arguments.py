@@ -12,7 +12,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from cuengine.config import BLOCK_SIZES, DEFAULT_MODEL, EngineConfig
+from cuengine.cli.server_arguments import add_server
+from cuengine.cli.values import memory_size
+from cuengine.config import BLOCK_SIZES, DEFAULT_MODEL, DEVICES, DTYPES, EngineConfig
 from cuengine.device.kernel_variants import DTYPES as KERNEL_DTYPES
 from cuengine.device.kernel_variants import HEAD_DIMS
 from cuengine.errors import ConfigError, CuengineError, RequestError
@@ -24,10 +26,6 @@ if TYPE_CHECKING:
 LOG_LEVELS = ("debug", "info", "warning", "error")
 TERMINAL_TEMPERATURE = 0.7
 """For `chat` and `generate` where neither a flag nor the model's generation_config.json says."""
-
-_UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGT", start=1):
-    _UNITS |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power, _letter: 1024**_power}
 
 
 class UsageError(CuengineError):
@@ -57,27 +55,6 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def memory_size(text: str) -> int:
-    """Bytes in "2GiB", "512MB", "1.5G" or "1000000"; K, M, G, T alone are powers of 1024."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    unit = _UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or (size := int(float(match[1]) * unit)) < 1:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a size in memory, such as 2GiB, 512MB or 1000000 (bytes)"
-        )
-    return size
-
-
-def format_size(num_bytes: float) -> str:
-    """94 MB, 1.3 GB: decimal, as file sizes and downloads are given."""
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while num_bytes >= 999.5 and len(units) > 1:
-        num_bytes /= 1000
-        del units[0]
-    decimals = 1 if num_bytes < 9.95 and units[0] != "B" else 0
-    return f"{num_bytes:.{decimals}f} {units[0]}"
-
-
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="cuengine",
@@ -102,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve = command("serve", "serve a model through OpenAI's HTTP interface")
     _add_model(serve)
     _add_engine(serve)
-    _add_server(serve)
+    add_server(serve)
 
     chat = command("chat", "talk to a model in the terminal")
     _add_model(chat)
@@ -203,8 +180,19 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_engine(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("engine")
     default = EngineConfig()
-    group.add_argument("--device", choices=("auto", "cpu"), default=default.device)
-    group.add_argument("--dtype", choices=("auto", "float32"), default=default.dtype)
+    group.add_argument(
+        "--device",
+        choices=DEVICES,
+        default=default.device,
+        help="auto: cuda where a GPU can be used, else cpu; emulated: the CUDA kernels on the "
+        "host, for work on them (default: %(default)s)",
+    )
+    group.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default=default.dtype,
+        help="of weights, activations and KV cache (default: the checkpoint's; float32 on cpu)",
+    )
     group.add_argument(
         "--block-size",
         type=int,
@@ -236,7 +224,19 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         "--kv-cache-memory",
         type=memory_size,
         metavar="SIZE",
-        help="memory for the KV cache on cpu, as 2GiB or 512MB (default: a share of what is free)",
+        help="memory for the KV cache, as 2GiB or 512MB (default: a share of what is free)",
+    )
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=float,
+        metavar="SHARE",
+        default=default.gpu_memory_utilization,
+        help="part of the GPU's memory to use in all (default: %(default)s)",
+    )
+    group.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="launch each kernel of a decode step, not a CUDA graph of them",
     )
     group.add_argument(
         "--enable-prefix-caching",
@@ -246,52 +246,6 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--chat-template", metavar="FILE", help="Jinja template to use instead of the model's"
-    )
-
-
-def _add_server(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("server")
-    group.add_argument(
-        "--seed",
-        type=int,
-        help="draws the seeds of requests that name none (default: 0)",
-    )
-    group.add_argument(
-        "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all (%(default)s)"
-    )
-    group.add_argument("--port", type=_port, default=8000, help="0: a free one (%(default)s)")
-    group.add_argument(
-        "--served-model-name",
-        action="append",
-        metavar="NAME",
-        help="a name that clients may ask for; may be repeated (default: the model's)",
-    )
-    group.add_argument(
-        "--api-key",
-        action="append",
-        metavar="KEY",
-        help="clients must send this key; may be repeated for several (default: $CUENGINE_API_KEY, "
-        "else none is asked for)",
-    )
-    group.add_argument(
-        "--allowed-origins",
-        action="append",
-        metavar="ORIGIN",
-        help="web pages from there may call this server; *: all; may be "
-        "repeated (default: none but its own)",
-    )
-    group.add_argument(
-        "--drain-timeout",
-        type=float,
-        default=30.0,
-        metavar="SECONDS",
-        help="what running requests are given to end after SIGTERM (%(default)g)",
-    )
-    group.add_argument(
-        "--access-log",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="log every request (on)",
     )
 
 
@@ -325,12 +279,6 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     group.add_argument(
         "--ignore-eos", action="store_true", help="go on past the model's end-of-sequence token"
     )
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
-    return int(text)
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

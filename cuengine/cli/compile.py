@@ -6,7 +6,8 @@ import argparse
 import time
 from itertools import product
 
-from cuengine.cli.arguments import UsageError, format_size
+from cuengine.cli.arguments import UsageError
+from cuengine.cli.values import format_size
 from cuengine.device.kernel_cache import PREBUILT_VARIABLE, compile_program
 from cuengine.device.kernel_variants import programs
 from cuengine.device.nvrtc import find_nvrtc

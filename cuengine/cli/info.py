@@ -6,6 +6,7 @@ Shows no tokens and no keys. Everything that may be missing is asked for so that
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import importlib
 import importlib.metadata
@@ -18,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cuengine.cli.arguments import format_size
+from cuengine.cli.values import format_size
 from cuengine.paths import cache_dir
 
 CPU_FEATURES = (
@@ -166,7 +167,24 @@ def _cuda() -> dict[str, Any]:
         for distribution in importlib.metadata.distributions()
         if NVIDIA.match(distribution.name)
     }
-    return {**_cuda_driver(), **dict(sorted(installed.items()))}
+    return {**_cuda_driver(), **_cuda_libraries(), **dict(sorted(installed.items()))}
+
+
+def _cuda_libraries() -> dict[str, str]:
+    """What the CUDA device would compile and multiply with; of both CUDA versions, where found."""
+    from cuengine.device.cuda.cublas import WHEELS, CublasError, find_cublas, library_version
+    from cuengine.device.nvrtc import NvrtcError, find_nvrtc
+
+    facts = {}
+    for major in WHEELS:
+        # What is missing is missing; what to install the device says when it is needed.
+        with contextlib.suppress(NvrtcError):
+            nvrtc = find_nvrtc(major)
+            facts[f"nvrtc {major}"] = f"{'.'.join(map(str, nvrtc.version))}, {nvrtc.library}"
+        with contextlib.suppress(CublasError):
+            cublas = find_cublas(major)
+            facts[f"cublas {major}"] = f"{library_version(cublas)}, {cublas}"
+    return facts
 
 
 def _cuda_driver() -> dict[str, Any]:
@@ -182,10 +200,17 @@ def _cuda_driver() -> dict[str, Any]:
         return facts | {"gpus": f"none usable: driver error {status}"}
     for index in range(count.value):
         name, size = ctypes.create_string_buffer(256), ctypes.c_size_t()
-        if not driver.cuDeviceGetName(name, 256, index) and not driver.cuDeviceTotalMem_v2(
-            ctypes.byref(size), index
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        if not (
+            driver.cuDeviceGetName(name, 256, index)
+            or driver.cuDeviceTotalMem_v2(ctypes.byref(size), index)
+            or driver.cuDeviceGetAttribute(ctypes.byref(major), 75, index)
+            or driver.cuDeviceGetAttribute(ctypes.byref(minor), 76, index)
         ):
-            facts[f"gpu {index}"] = f"{name.value.decode()}, {format_size(size.value)}"
+            capability = f"sm_{major.value}{minor.value}"
+            facts[f"gpu {index}"] = (
+                f"{name.value.decode()}, {capability}, {format_size(size.value)}"
+            )
     return facts
 
 

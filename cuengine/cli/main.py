@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import logging
 import os
 import sys
 from collections.abc import Sequence
 
 from cuengine.cli.arguments import LOG_LEVELS, UsageError, build_parser
+from cuengine.cli.log import log_to_stderr
 from cuengine.errors import CuengineError
 
 
@@ -40,18 +40,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _set_up_logging(args: argparse.Namespace) -> None:
-    """To stderr, once: our own messages at the level asked for, other libraries' warnings."""
+    """By flag, else by $CUENGINE_LOG, else what fits the command."""
     level = args.log_level or os.environ.get("CUENGINE_LOG", "").lower()
     if not level:
         level = "info" if args.command == "serve" else "warning"
     if level not in LOG_LEVELS:
         raise UsageError(f"CUENGINE_LOG={level!r} is not one of: {', '.join(LOG_LEVELS)}")
-    logging.basicConfig(
-        level=logging.WARNING,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        datefmt="%H:%M:%S",
-    )
-    logging.getLogger("cuengine").setLevel(level.upper())
+    log_to_stderr(level, getattr(args, "log_format", "text"))
 
 
 if __name__ == "__main__":

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from cuengine.cli.arguments import engine_config, format_size
+from cuengine.cli.arguments import engine_config
 from cuengine.cli.info import folder_size
 from cuengine.cli.start import model_folder
+from cuengine.cli.values import format_size
 from cuengine.model.config import read_model_config
 
 

@@ -18,11 +18,13 @@ def run(args: argparse.Namespace) -> int:
     from cuengine.api.server import listen, run_server
 
     listening = listen(settings)  # an address in use shows now, not after the model is loaded
-    name, engine = build_engine(engine_config(args))
-    if not settings.served_model_names:
-        settings = dataclasses.replace(settings, served_model_names=(name,))
-
-    run_server(engine, settings, listening)
+    try:
+        name, engine = build_engine(engine_config(args))
+        if not settings.served_model_names:
+            settings = dataclasses.replace(settings, served_model_names=(name,))
+        run_server(engine, settings, listening)
+    finally:
+        listening.close()
     return 0
 
 
@@ -32,9 +34,21 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         return ServerSettings(
             host=args.host,
             port=args.port,
+            uds=args.uds,
+            ssl_certfile=args.ssl_certfile,
+            ssl_keyfile=args.ssl_keyfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            root_path=args.root_path,
             served_model_names=tuple(args.served_model_name or ()),
             api_keys=tuple(args.api_key or ([key] if key else [])),
             cors_origins=tuple(args.allowed_origins or ()),
+            tool_call_parser=args.tool_call_parser,
+            max_n=args.max_n,
+            max_prompt_tokens=args.max_prompt_tokens,
+            max_body_bytes=args.max_body_size,
+            max_concurrent_requests=args.max_concurrent_requests,
+            max_queued_requests=args.max_queued_requests,
+            request_timeout=args.request_timeout,
             drain_timeout=args.drain_timeout,
             access_log=args.access_log,
         )

@@ -14,7 +14,7 @@ import numpy as np
 from cuengine.batch import Int32
 
 MAX_DECODE_QUERIES = 8
-"""Sequences with more queries than this in a step go to the prefill kernel."""
+"""Leading sequences of a batch with at most so many queries go to the decode kernel."""
 
 _KEYS_PER_SPLIT = 256
 _MAX_SPLITS = 64
@@ -62,17 +62,20 @@ def prefill_launch(head_dim: int, itemsize: int, *, tensor_cores: bool) -> Atten
 
 
 def prefill_tiles(
-    query_counts: Sequence[int], seq_lens: Sequence[int], rows: int, rows_per_query: int
+    query_counts: Sequence[int],
+    seq_lens: Sequence[int],
+    rows: int,
+    rows_per_query: int,
+    first_seq: int = 0,
 ) -> Int32:
-    """int32 [num_tiles, 2]: sequence and first row, of sequences too long for decode.
+    """int32 [num_tiles, 2]: sequence and first row, of the sequences from first_seq on.
 
     rows_per_query: 1 with tensor cores, else query heads per KV head. Longest contexts first, so
     that no long tile starts when the others are done.
     """
     tiles = []
-    for seq, (count, length) in enumerate(zip(query_counts, seq_lens, strict=True)):
-        if count <= MAX_DECODE_QUERIES:
-            continue
+    for seq in range(first_seq, len(query_counts)):
+        count, length = query_counts[seq], seq_lens[seq]
         for first in range(0, count * rows_per_query, rows):
             visible = length - count + min(count, (first + rows) // rows_per_query)
             tiles.append((visible, seq, first))

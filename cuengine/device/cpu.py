@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -15,11 +18,17 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cuengine.batch import Batch, Float32, SamplerOutput, SamplingBatch
+from cuengine.batch import Batch, Float32, Int32, SamplerOutput, SamplingBatch
 from cuengine.device import numpy_kernels, sampler
 from cuengine.device.interface import AttentionShape
 
 logger = logging.getLogger(__name__)
+
+FREE_MEMORY_SHARE = 0.5
+"""Part of the free memory that the KV cache may take where nothing else is said."""
+
+MAX_DEFAULT_CACHE = 4 * 2**30
+"""Bytes; more than a default on a shared machine should claim."""
 
 
 class Kernels(Protocol):
@@ -51,17 +60,25 @@ class Kernels(Protocol):
 class CpuDevice:
     """Implements `Device`. Arrays are C-contiguous float32 numpy.ndarrays; a step is its Batch.
 
+    Every call returns with its work done; `overlaps` may be set all the same, to test the engine.
+
     use_numba: None takes it where it is installed.
     """
 
     name = "cpu"
     dtype = "float32"
+    overlaps = False
+    measures_memory = False
+    compute_rate = 100e9
+    swap_rate = 5e9
 
     def __init__(self, *, use_numba: bool | None = None) -> None:
         self._packed: ModuleType | None = None
         self._arena: Any = None
         self._kernels: Kernels = numpy_kernels
         self._draw_rows: sampler.DrawRows = sampler.draw_rows
+        self._last_tokens: Int32 = np.empty(0, np.int32)
+        self._no_range = nullcontext()
         if use_numba is None:
             if importlib.util.find_spec("numba") is None:
                 return
@@ -92,6 +109,9 @@ class CpuDevice:
     def free_memory(self) -> int:
         return available_memory()
 
+    def kv_cache_budget(self, gpu_memory_utilization: float) -> int:
+        return min(int(self.free_memory() * FREE_MEMORY_SHARE), MAX_DEFAULT_CACHE)
+
     def upload(self, array: NDArray[Any]) -> NDArray[Any]:
         if np.issubdtype(array.dtype, np.integer) or array.dtype == np.bool_:
             return np.ascontiguousarray(array)
@@ -104,6 +124,9 @@ class CpuDevice:
     def download(self, array: NDArray[Any]) -> NDArray[Any]:
         return array
 
+    def prepare(self, shape: AttentionShape, *, progress: bool = False) -> None:
+        return
+
     def allocate_kv_cache(
         self, num_layers: int, num_blocks: int, block_size: int, shape: AttentionShape
     ) -> Float32:
@@ -112,8 +135,24 @@ class CpuDevice:
             (num_layers, 2, num_blocks, shape.num_kv_heads, block_size, shape.head_dim), np.float32
         )
 
+    def allocate_host_cache(
+        self, num_layers: int, num_blocks: int, block_size: int, shape: AttentionShape
+    ) -> Float32:
+        return self.allocate_kv_cache(num_layers, num_blocks, block_size, shape)
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        return self._no_range
+
     def stage(self, batch: Batch) -> Batch:
-        return batch
+        sources = batch.token_sources
+        if sources is None:
+            return batch
+        token_ids = batch.token_ids.copy()
+        token_ids[sources >= 0] = self._last_tokens[sources[sources >= 0]]
+        return replace(batch, token_ids=token_ids, token_sources=None)
+
+    def replay(self, staged: Batch, body: Callable[[], Float32]) -> Float32:
+        return body()
 
     def embedding(self, weight: Any, staged: Batch) -> Float32:
         ids = staged.token_ids
@@ -125,6 +164,9 @@ class CpuDevice:
         if bias is not None:
             out += bias
         return out
+
+    def logits(self, hidden: Float32, weight: Any) -> Float32:
+        return self.linear(hidden, weight)
 
     def rms_norm(self, x: Float32, weight: Float32, eps: float) -> Float32:
         out = np.empty_like(x)
@@ -168,8 +210,23 @@ class CpuDevice:
             source, target = staged.block_copies.T
             kv_cache[:, :, target] = kv_cache[:, :, source]
 
-    def sample(self, logits: Float32, sampling: SamplingBatch) -> SamplerOutput:
-        return sampler.sample(logits, sampling, self._draw_rows)
+    def swap_out(self, kv_cache: Float32, host_cache: Float32, staged: Batch) -> None:
+        if staged.swap_outs is not None:
+            source, target = staged.swap_outs.T
+            host_cache[:, :, target] = kv_cache[:, :, source]
+
+    def swap_in(self, kv_cache: Float32, host_cache: Float32, staged: Batch) -> None:
+        if staged.swap_ins is not None:
+            source, target = staged.swap_ins.T
+            kv_cache[:, :, target] = host_cache[:, :, source]
+
+    def sample(
+        self, logits: Float32, sampling: SamplingBatch, *, first_row: int = 0
+    ) -> SamplerOutput:
+        output = sampler.sample(logits, sampling, self._draw_rows)
+        earlier = self._last_tokens[:first_row]
+        self._last_tokens = np.concatenate([earlier, output.token_ids])
+        return output
 
 
 def available_memory(root: Path = Path("/")) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from cuengine.device.cuda.find import cupy_cuda_major
 from cuengine.device.kernel_variants import Program
 from cuengine.device.nvrtc import Nvrtc, NvrtcError, find_nvrtc
 from cuengine.paths import cache_dir, kernel_source_dir
@@ -60,7 +61,8 @@ def get_kernels(program: Program, architecture: int) -> Kernels:
         for candidate in generation:
             if found := _load(Path(prebuilt), _stem(program, candidate), _sources_key()):
                 return found
-    nvrtc = find_nvrtc()
+    # Of the version that CuPy is for, and so the driver: a driver for 12 takes no code made by 13.
+    nvrtc = find_nvrtc(cupy_cuda_major())
     supported = set(nvrtc.architectures())
     for candidate in generation:
         if candidate in supported:

@@ -19,11 +19,16 @@ TENSOR_CORE_ARCHITECTURE = 80
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """One compilation. expressions: template instances; kernels without a template need none."""
+    """One compilation.
+
+    expressions    template instances
+    plain_kernels  kernels without a template, whose symbols are their names
+    """
 
     name: str
     source: str
     expressions: tuple[str, ...] = ()
+    plain_kernels: tuple[str, ...] = ()
 
 
 def uses_tensor_cores(dtype: str, architecture: int) -> bool:
@@ -40,10 +45,9 @@ def programs(dtype: str, head_dim: int, architecture: int) -> tuple[Program, ...
     t = DTYPES[dtype]
     suffix = attention_suffix(dtype, architecture)
 
-    def by_dtype(source: str, *kernels: str) -> Program:
-        return Program(
-            f"{source}_{t}", f"{source}.cu", tuple(f"{kernel}<{t}>" for kernel in kernels)
-        )
+    def by_dtype(source: str, *kernels: str, plain: tuple[str, ...] = ()) -> Program:
+        instances = tuple(f"{kernel}<{t}>" for kernel in kernels)
+        return Program(f"{source}_{t}", f"{source}.cu", instances, plain)
 
     def by_head(source: str, *kernels: str) -> Program:
         return Program(
@@ -55,7 +59,7 @@ def programs(dtype: str, head_dim: int, architecture: int) -> tuple[Program, ...
     return (
         by_dtype("norm", "rms_norm", "add_rms_norm"),
         by_dtype("activation", "silu_mul"),
-        by_dtype("embedding", "embedding", "take_rows", "broadcast_row"),
+        by_dtype("embedding", "embedding", "take_rows", "broadcast_row", plain=("gather_tokens",)),
         by_head("rotary_cache", "rotary_cache"),
         by_head(
             "paged_attention_decode",
@@ -63,6 +67,12 @@ def programs(dtype: str, head_dim: int, architecture: int) -> tuple[Program, ...
             "paged_attention_reduce",
         ),
         by_head("paged_attention_prefill", f"paged_attention_prefill{suffix}"),
-        Program("block_copy", "block_copy.cu"),
-        by_dtype("sampling", "apply_constraints", "report_logprobs"),
+        Program("block_copy", "block_copy.cu", plain_kernels=("copy_blocks", "swap_blocks")),
+        # Logits are float32 in every dtype.
+        Program(
+            "sampling",
+            "sampling.cu",
+            ("apply_constraints<fp32>", "report_logprobs<fp32>"),
+            ("sample_tokens",),
+        ),
     )

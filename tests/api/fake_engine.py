@@ -42,7 +42,9 @@ class FakeTokenizer:
 class FakeTemplate:
     """<role>content for each message; refuses a message that says "refuse", fails on "crash"."""
 
-    def __init__(self) -> None:
+    def __init__(self, tool_call_format: Any = None, *, takes_tools: bool = True) -> None:
+        self.tool_call_format = tool_call_format
+        self.takes_tools = takes_tools
         self.kwargs: dict[str, Any] = {}
         self.tools: Sequence[Mapping[str, Any]] | None = None
 

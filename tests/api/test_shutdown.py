@@ -97,7 +97,10 @@ def test_sigterm_lets_running_streams_end_and_refuses_new_requests() -> None:
         peer = server.stream()
         server.signal()
         server.read_until("Draining: 1 requests run")
-        assert server.status_of("/health") == 503
+        assert server.status_of("/ready") == 503
+        assert server.status_of("/v1/models") == 503
+        # Alive it is, or it would be killed before its streams have ended.
+        assert server.status_of("/health") == 200
         assert server.status_of("/v1/models") == 503
         rest = _read_all(peer)
         assert b'"text":"9"' in rest

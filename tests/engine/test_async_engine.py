@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cuengine import AsyncEngine, EngineConfig, EngineStoppedError, RequestError, SamplingParams
-from cuengine.batch import Batch, SamplerOutput, SamplingBatch
+from cuengine.batch import Batch, PendingOutput, SamplingBatch
 
 TIMEOUT = 30
 
@@ -21,6 +21,8 @@ class Valve:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self.inner = engine._engine.runner
+        self.overlaps = self.inner.overlaps
+        self.range = self.inner.range
         self.closed = False
         self.allowed = threading.Semaphore(0)
         self.num_steps = 0
@@ -31,7 +33,7 @@ class Valve:
         self.closed = False
         self.allowed.release()
 
-    def run(self, batch: Batch, sampling: SamplingBatch) -> SamplerOutput:
+    def run(self, batch: Batch, sampling: SamplingBatch) -> PendingOutput:
         if self.closed:
             assert self.allowed.acquire(timeout=TIMEOUT)
         self.num_steps += 1

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from cuengine import ConfigError, Engine, EngineConfig
-from cuengine.loading import MAX_DEFAULT_CACHE, size_kv_cache
+from cuengine.loading import size_kv_cache
 
 BLOCK_BYTES = 2**20
 GIB = 2**30
 
 
-def size(free: int = 100 * GIB, max_model_len: int = 1600, **fields: int) -> tuple[int, int]:
-    return size_kv_cache(EngineConfig(**fields), BLOCK_BYTES, max_model_len, free)  # type: ignore[arg-type]
+def size(budget: int = 100 * GIB, max_model_len: int = 1600, **fields: int) -> tuple[int, int]:
+    return size_kv_cache(EngineConfig(**fields), BLOCK_BYTES, max_model_len, budget)  # type: ignore[arg-type]
 
 
 def test_num_blocks_goes_before_memory():
@@ -31,15 +31,15 @@ def test_no_more_blocks_than_all_sequences_at_full_length_could_use():
     assert size(kv_cache_memory=100 * GIB, max_num_seqs=3) == (300, 1600)
 
 
-def test_by_default_half_of_free_memory_up_to_a_cap():
-    assert size(free=2 * GIB) == (1024, 1600)
-    assert size() == (MAX_DEFAULT_CACHE // BLOCK_BYTES, 1600)
+def test_where_nobody_says_the_devices_budget_is_filled_with_blocks():
+    assert size(budget=2 * GIB) == (2048, 1600)
 
 
 def test_a_context_that_was_asked_for_and_does_not_fit_is_refused_with_what_would():
     message = (
         "max_model_len=1600 needs 100 KV blocks of 16 tokens (100 MiB); the cache has 50. "
-        f"Ask for at most 800, or give kv_cache_memory={100 * BLOCK_BYTES}."
+        f"Ask for at most 800, or give kv_cache_memory={100 * BLOCK_BYTES} or on a GPU a "
+        "gpu_memory_utilization above 0.9."
     )
     with pytest.raises(ConfigError) as caught:
         size_kv_cache(EngineConfig(num_blocks=50, max_model_len=1600), BLOCK_BYTES, 1600, GIB)
@@ -56,7 +56,7 @@ def test_the_models_own_context_is_lowered_to_what_fits_and_that_is_logged(
 
 def test_a_machine_with_no_room_for_a_block_is_refused():
     with pytest.raises(ConfigError, match="the cache has 0"):
-        size(free=100)
+        size(budget=100)
 
 
 def test_a_context_beyond_the_models_positions_is_refused(tiny_model: Callable[[str], Path]):

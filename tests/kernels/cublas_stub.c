@@ -1,8 +1,9 @@
 /* A stand-in for cuBLAS on the host: the calls our binding makes, with the meaning of NVIDIA's manual.
  *
- * Matrices are column by column, element (i, j) at [i + j * ld]. Every call is written down in the log that
- * stub_log() gives; stub_fail(s) makes the next product return status s. Where the manual asks for something
- * (a workspace set after the stream, strides that hold a column), a product without it is refused.
+ * Matrices are column by column, element (i, j) at [i + j * ld]. Calls are written down in the log
+ * that stub_log() gives, up to 1 MiB; stub_fail(s) makes the next product return status s. Where the
+ * manual asks for something (a workspace set after the stream, strides that hold a column), a product
+ * without it is refused.
  */
 #include <math.h>
 #include <stdarg.h>
@@ -19,11 +20,12 @@ typedef struct {
     int math_mode;
 } Handle;
 
-static char log_text[1 << 16];
+static char log_text[1 << 20];
 static size_t log_length;
 static int next_status;
 
 static void note(const char* format, ...) {
+    if (sizeof log_text - log_length < 256) return;
     va_list arguments;
     va_start(arguments, format);
     log_length += vsnprintf(log_text + log_length, sizeof log_text - log_length, format, arguments);

@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from cuengine.batch import Batch
 from cuengine.device.cpu import CpuDevice, available_memory, cpu_quota
 from cuengine.device.interface import AttentionShape
-from cuengine.device.select import select_device
-from cuengine.errors import ConfigError
 
 TOLERANCE = 2e-5
 
@@ -322,14 +320,10 @@ def test_cpu_quota_is_rounded_up(
     assert cpu_quota(memory_files(tmp_path, files)) == expected
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("cuda", "auto"), ("cpu", "bfloat16")])
-def test_an_unknown_device_or_dtype_is_refused_with_what_is_allowed(name: str, dtype: str) -> None:
-    with pytest.raises(ConfigError, match=r"is not one of: auto, (cpu|float32)"):
-        select_device(name, dtype)
-
-
-def test_one_log_line_says_which_device_and_why(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level("INFO"):
-        select_device("auto", "auto")
-    (record,) = [r for r in caplog.records if r.name == "cuengine.device.select"]
-    assert record.getMessage().startswith("device cpu (the only device")
+def test_the_budget_of_the_kv_cache_is_half_of_free_memory_up_to_4_gib(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = CpuDevice()
+    for free, expected in ((2 * 2**30, 2**30), (100 * 2**30, 4 * 2**30)):
+        monkeypatch.setattr(device, "free_memory", lambda free=free: free)
+        assert device.kv_cache_budget(0.9) == expected

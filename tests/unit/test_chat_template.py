@@ -454,3 +454,27 @@ def test_loop_variables_work_as_ever_within_the_limits() -> None:
         "{% for n in [[1, []]] recursive %}{{ n[0] }}{{ loop(n[1]) }}{% endfor %}"
     )
     assert render(source, [USER]) == "1/3,2/3,13/32x1emptymissing1"
+
+
+@pytest.mark.parametrize(
+    ("source", "takes_tools", "style"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", False, None),
+        ("{{ messages[0].tools }}", False, None),
+        ("{% if tools %}{{ tools | tojson }}{% endif %}", True, None),
+        ("{% if tools is defined %}<tool_call>{% endif %}", True, "hermes"),
+        ("{% for t in tools %}{{ t }}{% endfor %}[TOOL_CALLS]", True, "mistral"),
+        ("{% if not tools %}{% set tools = none %}{% endif %}<|python_tag|>", True, "llama3_json"),
+        ('{{ tools }}{"name": function name, "parameters": dictionary}', True, "llama3_json"),
+    ],
+)
+def test_what_a_template_does_with_tools_is_read_from_it(
+    source: str, takes_tools: bool, style: str | None
+) -> None:
+    template = ChatTemplate({"default": source})
+    assert (template.takes_tools, template.tool_call_format) == (takes_tools, style)
+
+
+def test_a_template_for_tools_beside_the_default_counts() -> None:
+    template = ChatTemplate({"default": "{{ messages }}", "tool_use": "{{ tools }}[TOOL_CALLS]"})
+    assert (template.takes_tools, template.tool_call_format) == (True, "mistral")

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import logging
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from cuengine.cli import info, pull
+from cuengine.api.settings import ServerSettings
+from cuengine.cli import info, pull, serve
 from cuengine.cli.arguments import (
     build_parser,
     engine_config,
-    format_size,
-    memory_size,
     sampling_params,
 )
 from cuengine.cli.chat import Chat
+from cuengine.cli.log import JsonLines
 from cuengine.cli.main import main
+from cuengine.cli.values import format_size, memory_size
 from cuengine.errors import RequestError
 from cuengine.model.generation_config import GenerationDefaults
 from cuengine.outputs import RequestDelta, SequenceDelta
@@ -340,3 +344,39 @@ def test_a_model_after_a_flag_that_may_be_repeated_is_the_model() -> None:
     flags = "--api-key a --api-key b --served-model-name n"
     args = build_parser().parse_args(["serve", *flags.split(), "model"])
     assert (args.model, args.api_key, args.served_model_name) == ("model", ["a", "b"], ["n"])
+
+
+def test_every_setting_of_the_server_has_a_flag_or_is_one_that_needs_none() -> None:
+    flags = (
+        "--host h --port 1 --uds u --root-path /r --ssl-certfile c --ssl-keyfile k --ssl-ca-certs a"
+        " --served-model-name n --api-key x --allowed-origins o --tool-call-parser mistral"
+        " --max-concurrent-requests 3 --max-queued-requests 4 --max-prompt-tokens 5 --max-n 6"
+        " --max-body-size 7KB --request-timeout 8 --drain-timeout 9 --no-access-log"
+    )
+    settings = serve._settings(build_parser().parse_args(["serve", *flags.split()]))
+    changed = {
+        field.name
+        for field in dataclasses.fields(ServerSettings)
+        if getattr(settings, field.name) != getattr(ServerSettings(), field.name)
+    }
+    fixed = {"header_timeout", "body_timeout", "keepalive_seconds", "write_timeout"}
+    assert changed == {field.name for field in dataclasses.fields(ServerSettings)} - fixed
+    assert settings.max_body_bytes == 7000
+
+
+def test_json_log_lines_are_objects_with_the_fields_given_and_the_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonLines())
+    logger = logging.Logger("test")
+    logger.addHandler(handler)
+    logger.info("two\nlines %s", "\u0e44", extra={"fields": {"status": 200}})
+    try:
+        1 / 0  # noqa: B018
+    except ZeroDivisionError:
+        logger.exception("broken")
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert (first["message"], first["level"], first["status"]) == ("two\nlines \u0e44", "info", 200)
+    assert datetime.fromisoformat(first["time"]).utcoffset() == timedelta(0)
+    assert "ZeroDivisionError" in second["exception"]

@@ -197,6 +197,22 @@ def test_an_aborted_request_ends_with_a_delta_for_each_sample_that_ran():
     assert bench.push(TokenOutput(1, 99)) is None
 
 
+@pytest.mark.parametrize(
+    ("said", "stop", "held"),
+    [("abEN", ["END"], "EN"), ("ab", ["b\u0e44"], "b"), ("ab", ["x"], ""), ("ab\u0e44", [], "")],
+)
+def test_an_abort_brings_the_text_that_was_held_back_for_a_stop_string(
+    said: str, stop: list[str], held: str
+):
+    bench = Bench(stop=stop)
+    shown = "".join(delta.text for delta in bench.say(said))
+    delta = bench.processor.abort("r")
+    assert delta is not None
+    assert delta.sequences[0].text == held
+    assert shown + held == said
+    assert delta.sequences[0].stop_reason is None
+
+
 def test_without_a_tokenizer_there_is_no_text_and_stop_strings_are_refused():
     processor = OutputProcessor(None, lambda request_id, index: None)
     with pytest.raises(RequestError, match="stop strings need a tokenizer") as caught:

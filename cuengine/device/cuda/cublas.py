@@ -78,7 +78,7 @@ class Cublas:
         for name, arguments in _SIGNATURES.items():
             getattr(self._library, name).argtypes = arguments
         self._gemm = self._library.cublasGemmEx
-        self.version = self._version()
+        self.version = _version(self._library)
         self._handle = ctypes.c_void_p()
         self._check("cublasCreate_v2", ctypes.byref(self._handle))
         # Products are given host pointers to these, read when the call is made or captured.
@@ -86,14 +86,6 @@ class Cublas:
         self._zero = ctypes.pointer(ctypes.c_float(0.0))
         mode = _DEFAULT_MATH | _DISALLOW_REDUCED_PRECISION_REDUCTION
         self._check("cublasSetMathMode", self._handle, mode)
-
-    def _version(self) -> str:
-        parts = []
-        for part in range(_LIBRARY_VERSION_PARTS):
-            value = ctypes.c_int()
-            self._check("cublasGetProperty", part, ctypes.byref(value))
-            parts.append(str(value.value))
-        return ".".join(parts)
 
     def use(self, stream: int, workspace: int, workspace_bytes: int) -> None:
         """Run on this stream with this workspace (its address on the GPU) from now on.
@@ -168,6 +160,21 @@ def describe(status: int) -> str:
     """A status of cuBLAS by name, with what it means."""
     name, meaning = _STATUS.get(status, ("a status that cuBLAS's manual does not list", ""))
     return f"{name} (status {status}){': ' + meaning if meaning else ''}"
+
+
+def library_version(path: Path | str) -> str:
+    """Of this cuBLAS, as "12.9.1"; needs no GPU. Raises CublasError where it can't be loaded."""
+    return _version(_load(Path(path)))
+
+
+def _version(library: ctypes.CDLL) -> str:
+    parts = []
+    for part in range(_LIBRARY_VERSION_PARTS):
+        value = ctypes.c_int()
+        if status := library.cublasGetProperty(part, ctypes.byref(value)):
+            raise CublasError(f"cublasGetProperty: {describe(status)}")
+        parts.append(str(value.value))
+    return ".".join(parts)
 
 
 def find_cublas(major: int) -> Path:

@@ -58,8 +58,9 @@ class Event(Protocol):
         """Return when that is done; at once if it was never recorded."""
         ...
 
-    def elapsed_ms(self, since: Event) -> float:
-        """Milliseconds from `since` to this; both were recorded, with timing, and are done."""
+    def elapsed_ms(self, since: Any) -> float:
+        """Milliseconds from `since`, an event of the same runtime, to this; both were made with
+        timing, recorded, and are done."""
         ...
 
 
@@ -148,6 +149,7 @@ class Runtime(Protocol):
     def guard(
         self,
         cache: DeviceArray,
+        tables: DeviceArray,
         block_tables: NDArray[np.int32],
         seq_lens: NDArray[np.int32],
         slot_mapping: NDArray[np.int64],
@@ -155,11 +157,20 @@ class Runtime(Protocol):
         """Until the next `guard`, nothing touches the KV cache but where these say it may.
 
         cache         [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim]
-        block_tables  [num_seqs, max_blocks] on the host; their first seq_lens[i] tokens
-        slot_mapping  [num_tokens]: slots that are written before they are read; -1: none
+        tables        int32 [num_seqs, width] on the device; what lies behind a sequence's last
+                      block there is not to be touched either
+        block_tables  [num_seqs, width] the same on the host; of each, the first seq_lens[i] tokens
+        seq_lens      [num_seqs]
+        slot_mapping  [num_tokens] slots that are written before they are read
         """
         ...
 
-    def unguard(self, cache: DeviceArray, blocks: NDArray[np.int32]) -> None:
-        """Until the next `guard`, these blocks of the KV cache may be copied as a whole."""
+    def unguard(
+        self, cache: DeviceArray, sources: NDArray[np.int32], targets: NDArray[np.int32]
+    ) -> None:
+        """Until the next `guard`, these blocks of the KV cache may be copied, as a whole.
+
+        Targets [n] come to hold what the sources [n] hold; one of the two is empty where the other
+        side of the copies lies in host memory.
+        """
         ...

@@ -7,7 +7,8 @@
     function = Module.from_ptx(text, memory).function(name)
     function.launch(grid, block, args, shared_bytes=0, order=REVERSE)
 
-Arguments are pointers (int), NumPy scalars, int (as the parameter is wide) or float.
+Arguments are pointers (int), NumPy scalars, int (as the parameter is wide) or float; or bytes, as
+they lie in memory.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class Function:
         self,
         grid: tuple[int, int, int],
         block: tuple[int, int, int],
-        args: Sequence[Any],
+        args: Sequence[Any] | bytes,
         shared_bytes: int = 0,
         order: int = FORWARD,
         seed: int = 1,
@@ -163,7 +164,14 @@ class Function:
         if failed:
             raise KernelFault(self._describe(fault, block))
 
-    def _params(self, args: Sequence[Any]) -> bytes:
+    def _params(self, args: Sequence[Any] | bytes) -> bytes:
+        if isinstance(args, bytes):
+            size = sum(self.kernel.params[-1][1:]) if self.kernel.params else 0
+            if len(args) != size:
+                raise ValueError(
+                    f"{self.kernel.name} takes {size} bytes of arguments, not {len(args)}"
+                )
+            return args
         if len(args) != len(self.kernel.params):
             raise ValueError(
                 f"{self.kernel.name} takes {len(self.kernel.params)} arguments, not {len(args)}"

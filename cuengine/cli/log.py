@@ -1,0 +1,42 @@
+"""How log lines look: text for people, or JSON for machines. To stderr, set up once by main.py."""
+
+from __future__ import annotations
+
+import json
+import logging
+from datetime import UTC, datetime
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line: time (RFC 3339, UTC), level, logger, message; with what the call
+    gave as `extra={"fields": {...}}`, and `exception` with its traceback where there was one.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+def log_to_stderr(level: str, form: str) -> None:
+    """Our own messages at the level asked for, other libraries' warnings.
+
+    level  of LOG_LEVELS in arguments.py
+    form   "text" or "json"
+    """
+    logging.basicConfig(
+        level=logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        datefmt="%H:%M:%S",
+    )
+    if form == "json":
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(JsonLines())
+    logging.getLogger("cuengine").setLevel(level.upper())

@@ -1,0 +1,137 @@
+"""The flags of `cuengine serve` that are about the server; the engine's are in arguments.py."""
+
+from __future__ import annotations
+
+import argparse
+
+from cuengine.api.settings import TOOL_CALL_FORMATS, ServerSettings
+from cuengine.cli.values import memory_size, port
+
+_DEFAULT = ServerSettings()
+
+
+def add_server(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument_group("server").add_argument(
+        "--seed",
+        type=int,
+        help="draws the seeds of requests that name none (default: 0)",
+    )
+    _add_address(parser.add_argument_group("address"))
+    _add_access(parser.add_argument_group("access"))
+    _add_limits(parser.add_argument_group("limits"))
+    _add_log(parser.add_argument_group("log"))
+
+
+def _add_address(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--host", default=_DEFAULT.host, help="address to listen on; 0.0.0.0: all (%(default)s)"
+    )
+    group.add_argument(
+        "--port", type=port, default=_DEFAULT.port, help="0: a free one (%(default)s)"
+    )
+    group.add_argument("--uds", metavar="PATH", help="listen on this Unix socket instead")
+    group.add_argument(
+        "--root-path",
+        metavar="PATH",
+        default="",
+        help="path under which a proxy shows this server, as /llm; it may cut it off or not",
+    )
+    group.add_argument("--ssl-certfile", metavar="FILE", help="serve https with this certificate")
+    group.add_argument(
+        "--ssl-keyfile", metavar="FILE", help="its key (default: in the certificate's file)"
+    )
+    group.add_argument(
+        "--ssl-ca-certs",
+        metavar="FILE",
+        help="clients must have a certificate of one of these authorities",
+    )
+
+
+def _add_access(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--served-model-name",
+        action="append",
+        metavar="NAME",
+        help="a name that clients may ask for; may be repeated (default: the model's)",
+    )
+    group.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="clients must send this key; may be repeated for several (default: $CUENGINE_API_KEY, "
+        "else none is asked for)",
+    )
+    group.add_argument(
+        "--allowed-origins",
+        action="append",
+        metavar="ORIGIN",
+        help="web pages from there may call this server; *: all; may be "
+        "repeated (default: none but its own)",
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        choices=TOOL_CALL_FORMATS,
+        help="how the model writes tool calls (default: as its chat template suggests)",
+    )
+
+
+def _add_limits(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--max-concurrent-requests",
+        type=int,
+        metavar="N",
+        default=_DEFAULT.max_concurrent_requests,
+        help="requests answered at once; further ones get 429 (%(default)s)",
+    )
+    group.add_argument(
+        "--max-queued-requests",
+        type=int,
+        metavar="N",
+        default=_DEFAULT.max_queued_requests,
+        help="prompts that wait for their first token; further ones get 429 (%(default)s)",
+    )
+    group.add_argument(
+        "--max-prompt-tokens", type=int, metavar="N", help="longest prompt (default: the context)"
+    )
+    group.add_argument(
+        "--max-n",
+        type=int,
+        metavar="N",
+        default=_DEFAULT.max_n,
+        help="samples that one request may ask for (%(default)s)",
+    )
+    group.add_argument(
+        "--max-body-size",
+        type=memory_size,
+        metavar="SIZE",
+        default=_DEFAULT.max_body_bytes,
+        help="longest request body (16MiB)",
+    )
+    group.add_argument(
+        "--request-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="what the engine is given for one request (default: no limit)",
+    )
+    group.add_argument(
+        "--drain-timeout",
+        type=float,
+        default=_DEFAULT.drain_timeout,
+        metavar="SECONDS",
+        help="what running requests are given to end after SIGTERM (%(default)g)",
+    )
+
+
+def _add_log(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--access-log",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="log every request (on)",
+    )
+    group.add_argument(
+        "--log-format",
+        choices=("text", "json"),
+        default="text",
+        help="json: one object a line (%(default)s)",
+    )
