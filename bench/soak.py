@@ -31,9 +31,6 @@ ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "tests" / "data" / "golden" / "tiny" / "llama3_rope"
 NUM_BLOCKS = 64
 
-THRESHOLD = "MALLOC_MMAP_THRESHOLD_"
-"""glibc's: larger arrays go back to the system when freed. Left to itself it keeps tens of MiB of
-free memory or none, as chance has it (833 to 868 MiB on smollm2-135m), which hides small leaks."""
 MAX_STEPS = 5000
 """Steps without news after which a request is said to hang: more than all others together need."""
 
@@ -185,10 +182,6 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    if THRESHOLD not in os.environ:
-        os.execve(
-            sys.executable, [sys.executable, *sys.argv], {**os.environ, THRESHOLD: str(2**20)}
-        )
     failed = False
     for model in args.model or [str(TINY), "smollm2-135m"]:
         result = asyncio.run(soak(model, args.requests, args.concurrency, args.seed))

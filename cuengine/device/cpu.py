@@ -57,6 +57,26 @@ class Kernels(Protocol):
     ) -> None: ...
 
 
+class _Results:
+    """Arrays for results, used again by the next call of the same operation.
+
+    Allocated anew each time, results of some megabytes would be mapped and unmapped, or leave holes
+    that let the process grow.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[tuple[str, int], Float32] = {}
+
+    def take(self, operation: str, num_rows: int, width: int) -> Float32:
+        """float32 [num_rows, width], with whatever was in it."""
+        array = self._arrays.get((operation, width))
+        if array is None or len(array) < num_rows:
+            # Powers of two: batches that grow row by row allocate seldom.
+            array = np.empty((1 << (num_rows - 1).bit_length(), width), np.float32)
+            self._arrays[operation, width] = array
+        return array[:num_rows]
+
+
 class CpuDevice:
     """Implements `Device`. Arrays are C-contiguous float32 numpy.ndarrays; a step is its Batch.
 
@@ -78,6 +98,7 @@ class CpuDevice:
         self._kernels: Kernels = numpy_kernels
         self._draw_rows: sampler.DrawRows = sampler.draw_rows
         self._last_tokens: Int32 = np.empty(0, np.int32)
+        self._results = _Results()
         self._no_range = nullcontext()
         if use_numba is None:
             if importlib.util.find_spec("numba") is None:
@@ -160,7 +181,12 @@ class CpuDevice:
         return rows
 
     def linear(self, x: Float32, weight: Any, bias: Float32 | None = None) -> Float32:
-        out: Float32 = x @ weight.T if self._packed is None else self._packed.linear(x, weight)
+        if self._packed is None:
+            out = self._results.take("linear", len(x), len(weight))
+            np.matmul(x, weight.T, out=out)
+        else:
+            out = self._results.take("linear", len(x), weight.out_features)
+            self._packed.linear(x, weight, out)
         if bias is not None:
             out += bias
         return out
@@ -169,17 +195,17 @@ class CpuDevice:
         return self.linear(hidden, weight)
 
     def rms_norm(self, x: Float32, weight: Float32, eps: float) -> Float32:
-        out = np.empty_like(x)
+        out = self._results.take("norm", *x.shape)
         self._kernels.rms_norm(x, weight, eps, out)
         return out
 
     def add_rms_norm(self, x: Float32, residual: Float32, weight: Float32, eps: float) -> Float32:
-        out = np.empty_like(x)
+        out = self._results.take("norm", *x.shape)
         self._kernels.add_rms_norm(x, residual, weight, eps, out)
         return out
 
     def silu_mul(self, gate_up: Float32) -> Float32:
-        out = np.empty((len(gate_up), gate_up.shape[1] // 2), np.float32)
+        out = self._results.take("silu", len(gate_up), gate_up.shape[1] // 2)
         self._kernels.silu_mul(gate_up, out)
         return out
 
@@ -191,14 +217,14 @@ class CpuDevice:
         staged: Batch,
         shape: AttentionShape,
     ) -> Float32:
-        out = np.empty((len(qkv), shape.num_heads * shape.head_dim), np.float32)
+        out = self._results.take("rotary", len(qkv), shape.num_heads * shape.head_dim)
         self._kernels.rotary_cache(qkv, cos_sin, kv_layer, staged, shape, out)
         return out
 
     def paged_attention(
         self, q: Float32, kv_layer: Float32, staged: Batch, shape: AttentionShape
     ) -> Float32:
-        out = np.empty_like(q)
+        out = self._results.take("attention", *q.shape)
         self._kernels.paged_attention(q, kv_layer, staged, shape, out)
         return out
 

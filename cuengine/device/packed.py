@@ -192,8 +192,6 @@ def pack(weight: Float32, arena: Arena) -> PackedMatrix:
     return PackedMatrix(panels, out_features)
 
 
-def linear(x: Float32, weight: PackedMatrix) -> Float32:
-    """x float32 [num_rows, in_features] @ weight.T -> float32 [num_rows, out_features]."""
-    out = np.empty((len(x), weight.out_features), np.float32)
+def linear(x: Float32, weight: PackedMatrix, out: Float32) -> None:
+    """x float32 [num_rows, in_features] @ weight.T -> out float32 [num_rows, out_features]."""
     _linear(np.ascontiguousarray(x), weight.panels, out)
-    return out
