@@ -60,6 +60,8 @@ def build_batch(step: Step, block_size: int) -> Batch:
         logits_indices=_logits_indices(chunks, query_start_loc),
         block_copies=np.array(step.block_copies, np.int32).reshape(-1, 2),
         token_sources=token_sources,
+        swap_outs=np.array(step.swap_outs, np.int32) if step.swap_outs else None,
+        swap_ins=np.array(step.swap_ins, np.int32) if step.swap_ins else None,
     )
 
 

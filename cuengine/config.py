@@ -30,6 +30,8 @@ class EngineConfig:
                              what gpu_memory_utilization leaves
     gpu_memory_utilization   part of the GPU's memory to use in all, others' use included
     enforce_eager            launch every kernel of a decode step instead of replaying a CUDA graph
+    swap_space               GiB of host memory for the blocks of preempted sequences, which they
+                             would have to compute again otherwise; 0: none
     num_blocks               KV blocks, overriding kv_cache_memory; None: by memory
     seed                     draws the seeds of requests that have none
     skip_tokenizer_init      token ids in, token ids out
@@ -48,6 +50,7 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     gpu_memory_utilization: float = 0.9
     enforce_eager: bool = False
+    swap_space: float = 0.0
     num_blocks: int | None = None
     enable_prefix_caching: bool = True
     seed: int = 0
@@ -62,6 +65,9 @@ class EngineConfig:
         share = self.gpu_memory_utilization
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization={share!r} is not above 0 and at most 1")
+        space = self.swap_space
+        if isinstance(space, bool) or not isinstance(space, int | float) or not 0 <= space < 2**20:
+            raise ConfigError(f"swap_space={space!r} is not a number of GiB, 0 or more")
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size={self.block_size!r} is not one of: 8, 16, 32")
         for name in (

@@ -29,6 +29,7 @@ from cuengine.sampling_params import SamplingParams
 from cuengine.scheduler import Chunk, Scheduler
 from cuengine.sequence import Request, Sequence, SequenceStatus
 from cuengine.stats import EngineStats
+from cuengine.swap_space import SwapSpace
 
 if TYPE_CHECKING:
     from cuengine.model.chat_template import ChatTemplate
@@ -109,6 +110,7 @@ class Engine:
         *,
         num_blocks: int,
         max_model_len: int,
+        swap_space: SwapSpace | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -122,6 +124,7 @@ class Engine:
             self.pool,
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
+            swap_space=swap_space,
         )
         self._requests: dict[str, Request] = {}
         self._in_flight: _Launched | None = None
@@ -229,6 +232,7 @@ class Engine:
             prefix_queries=scheduler.prefix_queries,
             prefix_hits=scheduler.prefix_hits,
             num_preemptions=scheduler.num_preemptions,
+            num_swaps=scheduler.num_swaps,
             num_steps=self._num_steps,
             prompt_tokens=scheduler.prompt_tokens,
             generation_tokens=self._generation_tokens,

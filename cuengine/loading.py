@@ -11,15 +11,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from cuengine.config import EngineConfig
 from cuengine.engine import Engine, LoadedModel
 from cuengine.errors import ConfigError, DeviceMemoryError, ModelError
+from cuengine.swap_space import SwapCosts, SwapSpace
 
 if TYPE_CHECKING:
+    from cuengine.device.interface import AttentionShape, Device
+    from cuengine.model.config import ModelConfig
     from cuengine.model.find import ModelFiles
 
 logger = logging.getLogger("cuengine")
@@ -99,7 +102,8 @@ def load_engine(config: EngineConfig) -> Engine:
             kv_cache = device.allocate_kv_cache(
                 model_config.num_layers, num_blocks, config.block_size, shape
             )
-    runner = ModelRunner(llama, kv_cache)
+        host_cache, swap_space = _swap_space(config, device, model_config, shape, block_bytes)
+    runner = ModelRunner(llama, kv_cache, host_cache)
     with _phase("warm-up"):
         runner.warm_up()
     model = LoadedModel(
@@ -110,7 +114,49 @@ def load_engine(config: EngineConfig) -> Engine:
         chat_template=chat_template,
         generation_defaults=defaults,
     )
-    return Engine(config, model, runner, num_blocks=num_blocks, max_model_len=max_model_len)
+    return Engine(
+        config,
+        model,
+        runner,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        swap_space=swap_space,
+    )
+
+
+def _swap_space(
+    config: EngineConfig,
+    device: Device,
+    model_config: ModelConfig,
+    shape: AttentionShape,
+    block_bytes: int,
+) -> tuple[Any, SwapSpace | None]:
+    """The host's cache and who keeps account of it; None and None where there is to be none."""
+    num_blocks = int(config.swap_space * 2**30) // block_bytes
+    if num_blocks == 0:
+        return None, None
+    try:
+        host_cache = device.allocate_host_cache(
+            model_config.num_layers, num_blocks, config.block_size, shape
+        )
+    except (DeviceMemoryError, MemoryError) as error:
+        raise ConfigError(
+            f"swap_space={config.swap_space:g} GiB does not fit into host memory: {error}. Lower it"
+        ) from error
+    costs = SwapCosts.of(
+        block_bytes=block_bytes,
+        weights=layer_weights(model_config),
+        swap_rate=device.swap_rate,
+        compute_rate=device.compute_rate,
+    )
+    return host_cache, SwapSpace(num_blocks, config.block_size, costs)
+
+
+def layer_weights(config: ModelConfig) -> int:
+    """Numbers that a token in the middle of a prompt is multiplied with: all layers' matrices."""
+    heads = 2 * config.num_heads + 2 * config.num_kv_heads
+    attention = heads * config.head_dim * config.hidden_size
+    return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
 
 
 def size_kv_cache(

@@ -7,8 +7,9 @@ batch_builder.py, what becomes of the sampled tokens in engine.py.
 
 Why every request ends: sequences are strictly ordered (priority, arrival, sample). Only the last in
 this order is ever preempted, so the first one always advances, and the pool holds at least one
-sequence of full length. A preempted sequence keeps its place in the order, and nobody overtakes the
-head of the waiting queue.
+sequence of full length. A preempted sequence keeps its place in the order, swapped out or not, and
+nobody overtakes the head of the waiting queue; so it resumes before any request of its priority is
+admitted that came later.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 from cuengine.block_pool import BlockPool
 from cuengine.block_table import BlockTable
 from cuengine.sequence import UNKNOWN_TOKEN, Request, Sequence, SequenceStatus
+from cuengine.swap_space import SwapSpace
 
 
 @dataclass(slots=True)
@@ -40,15 +42,22 @@ class Chunk:
 
 @dataclass(slots=True)
 class Step:
-    """What runs next; block_copies are (from, to) blocks to copy before the forward pass.
+    """What runs next, and the blocks to copy before the forward pass.
 
-    All may be copied at once: no block is the target of one copy and in another. For who shares a
-    partly full block are samples of one request, neighbours in order; a step that preempts the last
-    of them has nothing left to run that comes after, and so could claim the block.
+    swap_outs     (device, host) blocks, first of all
+    block_copies  (from, to) blocks, then
+    swap_ins      (host, device) blocks, last
+
+    Each list may be copied at once: no block is the target of one copy and in another. For who
+    shares a partly full block are samples of one request, neighbours in order; a step that preempts
+    the last of them has nothing left to run that comes after, and so could claim the block. A step
+    that preempts admits nobody: it has no swap_ins.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
+    swap_outs: list[tuple[int, int]] = field(default_factory=list)
     block_copies: list[tuple[int, int]] = field(default_factory=list)
+    swap_ins: list[tuple[int, int]] = field(default_factory=list)
 
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:
@@ -65,8 +74,16 @@ class Scheduler:
     the step before are in their places, `publish`.
     """
 
-    def __init__(self, pool: BlockPool, *, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        swap_space: SwapSpace | None = None,
+    ) -> None:
         self.pool = pool
+        self.swap_space = swap_space
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Sequence] = []
@@ -74,6 +91,8 @@ class Scheduler:
         self.num_running = 0
         """Samples that running sequences stand for."""
         self.num_preemptions = 0
+        self.num_swaps = 0
+        """Preemptions that kept what was computed, in host memory."""
         self.prompt_tokens = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -102,7 +121,7 @@ class Scheduler:
         # After a preemption the blocks are for those who run; admitting now would thrash.
         while budget and self.waiting and self.num_preemptions == preemptions:
             sequence = self.waiting[0]
-            if not self._admit(sequence):
+            if not self._admit(sequence, step):
                 break
             budget -= self._prefill(sequence, budget, step)
         return step
@@ -136,8 +155,11 @@ class Scheduler:
                 sequence.num_registered = last
 
     def forget_contents(self) -> None:
-        """Use nothing again that blocks without an owner hold."""
+        """Use nothing again that blocks hold which no running sequence owns."""
         self.pool.forget()
+        for sequence in self.waiting:
+            sequence.num_computed = 0
+            self._release_host_blocks(sequence)
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
         siblings = [sequence.fork(index) for index in range(1, sequence.width)]
@@ -153,6 +175,7 @@ class Scheduler:
             self._stop_running(sequence)
         elif sequence.status is SequenceStatus.WAITING:
             del self.waiting[bisect_left(self.waiting, sequence.order, key=_order)]
+            self._release_host_blocks(sequence)
         sequence.status = SequenceStatus.FINISHED
 
     def _decode(self, sequence: Sequence, step: Step) -> int:
@@ -167,7 +190,7 @@ class Scheduler:
             if any(len(other.token_ids) == other.max_len for other in self.running):
                 return 0  # Blocks come free as soon as that one's last token is here.
             # Decodes are taken in order, so the last in line has no chunk in this step yet.
-            self._preempt(self.running[-1])
+            self._preempt(self.running[-1], step)
         return 0
 
     def _prefill(self, sequence: Sequence, budget: int, step: Step) -> int:
@@ -180,8 +203,11 @@ class Scheduler:
         step.chunks.append(Chunk(sequence, start, end, rows, sequence.width if end == known else 0))
         return end - start
 
-    def _admit(self, sequence: Sequence) -> bool:
-        """Start the first in the waiting queue, if its blocks and its samples fit."""
+    def _admit(self, sequence: Sequence, step: Step) -> bool:
+        """Start the first in the waiting queue, if its blocks and its samples fit.
+
+        What it had computed comes back from host memory, as far as the prefix cache has it not.
+        """
         if self.num_running + sequence.width > self.max_num_seqs:
             return False
         pool, table, request = self.pool, sequence.table, sequence.request
@@ -194,7 +220,7 @@ class Scheduler:
             return False
         table.adopt(cached)
         table.grow(length)
-        sequence.num_computed = len(cached) * pool.block_size
+        sequence.num_computed = max(sequence.num_computed, len(cached) * pool.block_size)
         sequence.num_registered = len(cached)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = sequence.num_computed
@@ -202,6 +228,9 @@ class Scheduler:
             if pool.enable_caching and not request.wants_prompt_logprobs:
                 self.prefix_queries += length
                 self.prefix_hits += sequence.num_computed
+        first = len(cached)
+        step.swap_ins.extend(zip(sequence.host_blocks[first:], table.blocks[first:], strict=False))
+        self._release_host_blocks(sequence)
         del self.waiting[0]
         sequence.status = SequenceStatus.RUNNING
         insort(self.running, sequence, key=_order)
@@ -222,13 +251,37 @@ class Scheduler:
             blocks.append(block)
         return blocks
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Back to the queue, to be computed again; its full blocks stay cached while they can."""
+    def _preempt(self, sequence: Sequence, step: Step) -> None:
+        """Back to the queue, with what it has computed moved to host memory where that pays.
+
+        If not, it is computed again; its full blocks stay cached while they can.
+        """
         self.num_preemptions += 1
+        if not self._swap_out(sequence, step):
+            sequence.num_computed = 0
         self._stop_running(sequence)
         sequence.status = SequenceStatus.WAITING
-        sequence.num_computed = 0
         insort(self.waiting, sequence, key=_order)
+
+    def _swap_out(self, sequence: Sequence, step: Step) -> bool:
+        """Have the blocks with computed tokens copied to host memory, unless that costs more."""
+        if self.swap_space is None:
+            return False
+        size = self.pool.block_size
+        blocks = sequence.table.blocks[: -(-sequence.num_computed // size)]
+        # Blocks that others own too will hardly have to be computed again.
+        shared = sum(self.pool.ref_count(block) > 1 for block in blocks)
+        if not self.swap_space.pays(len(blocks), sequence.num_computed - shared * size):
+            return False
+        sequence.host_blocks = self.swap_space.claim(len(blocks))
+        step.swap_outs.extend(zip(blocks, sequence.host_blocks, strict=True))
+        self.num_swaps += 1
+        return True
+
+    def _release_host_blocks(self, sequence: Sequence) -> None:
+        if self.swap_space is not None:
+            self.swap_space.release(sequence.host_blocks)
+            sequence.host_blocks = []
 
     def _stop_running(self, sequence: Sequence) -> None:
         del self.running[bisect_left(self.running, sequence.order, key=_order)]

@@ -81,6 +81,7 @@ class Sequence:
     max_len         tokens of prompt and output together that it may come to
     num_computed    tokens whose keys and values are in the cache, or will be before the next step
     num_registered  blocks, from the first on, that were offered to the prefix cache
+    host_blocks     where its computed tokens are while it waits swapped out; else none
     last_row        row of the last step's output that its last token came from
     width           samples this sequence stands for: all of them until it is forked, then 1
     order           who goes first: lower priority value, then arrival, then index
@@ -89,6 +90,7 @@ class Sequence:
     __slots__ = (
         "finish_reason",
         "hashes",
+        "host_blocks",
         "index",
         "last_row",
         "max_len",
@@ -113,6 +115,7 @@ class Sequence:
         self.max_len = self.prompt_len + request.max_tokens
         self.num_computed = 0
         self.num_registered = 0
+        self.host_blocks: list[int] = []
         self.last_row = 0
         self.width = request.params.num_samples
         self.order = (request.priority, request.arrival, index)

@@ -18,6 +18,8 @@ class EngineStats:
     num_cached_blocks   blocks that the prefix cache can find, owned or not
     prefix_queries      prompt tokens looked up in the prefix cache
     prefix_hits         prompt tokens found there
+    num_preemptions     sequences that had to give up their blocks
+    num_swaps           of these, sequences whose blocks went to host memory
     prompt_tokens       of admitted requests, cached ones included
     generation_tokens   tokens drawn
     mean_batch          sequences per step
@@ -32,6 +34,7 @@ class EngineStats:
     prefix_queries: int = 0
     prefix_hits: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
     num_steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0

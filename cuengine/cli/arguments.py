@@ -234,6 +234,14 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="part of the GPU's memory to use in all (default: %(default)s)",
     )
     group.add_argument(
+        "--swap-space",
+        type=float,
+        metavar="GIB",
+        default=default.swap_space,
+        help="host memory for the KV blocks of preempted requests, instead of computing them again "
+        "(default: %(default)g GiB)",
+    )
+    group.add_argument(
         "--enforce-eager",
         action="store_true",
         help="launch each kernel of a decode step, not a CUDA graph of them",

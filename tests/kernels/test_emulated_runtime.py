@@ -362,7 +362,9 @@ def test_arguments_are_packed_as_each_kernel_has_its_parameters(dtype: str) -> N
                 offset = -(-offset // size) * size
                 places.append((offset, size))
                 offset += size
-            assert places == [tuple(param[1:]) for param in ptx.kernels[symbol].params], name
+            assert places == [(param.offset, param.size) for param in ptx.kernels[symbol].params], (
+                name
+            )
             assert offset == struct.calcsize(f"@{ARGUMENTS[name]}")
             checked.add(name)
     assert checked == set(ARGUMENTS)

@@ -16,6 +16,7 @@ from cuengine.batch import Batch, Int32, SamplerOutput, SamplingBatch
 from cuengine.config import EngineConfig
 from cuengine.engine import Engine, EngineOutput, LoadedModel
 from cuengine.sampling_params import SamplingParams
+from cuengine.swap_space import SwapCosts, SwapSpace
 
 VOCAB = 50
 EOS = 0
@@ -92,6 +93,7 @@ class ChecksumModel:
             move(batch.swap_outs, self.memory, self.host_memory)
         copies = batch.block_copies
         assert not set(copies[:, 0].tolist()) & set(copies[:, 1].tolist()), "copies that chain"
+        assert batch.swap_outs is None or batch.swap_ins is None
         move(copies, self.memory, self.memory)
         if batch.swap_ins is not None:
             move(batch.swap_ins, self.host_memory, self.memory)
@@ -202,7 +204,10 @@ def make_engine(
     budget: int = 64,
     caching: bool = True,
     overlaps: bool = False,
+    num_host_blocks: int = 0,
+    block_cost: float = 1.0,
 ) -> tuple[Engine, ChecksumModel]:
+    """block_cost: of swapping, in tokens computed again."""
     config = EngineConfig(
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
@@ -211,7 +216,17 @@ def make_engine(
     )
     model = ChecksumModel(overlaps=overlaps)
     loaded = LoadedModel(vocab_size=VOCAB, eos_token_ids=frozenset({EOS}))
-    engine = Engine(config, loaded, model, num_blocks=num_blocks, max_model_len=max_model_len)
+    swap_space = None
+    if num_host_blocks:
+        swap_space = SwapSpace(num_host_blocks, BLOCK_SIZE, SwapCosts(block=block_cost, token=1))
+    engine = Engine(
+        config,
+        loaded,
+        model,
+        num_blocks=num_blocks,
+        max_model_len=max_model_len,
+        swap_space=swap_space,
+    )
     return engine, model
 
 
@@ -245,9 +260,12 @@ def run(engine: Engine, outputs: Outputs | None = None, limit: int = 5000) -> Ou
 
 
 def assert_whole(engine: Engine) -> None:
-    pool = engine.pool
-    assert pool.num_free == pool.num_blocks
-    assert not any(pool.ref_count(block) for block in range(pool.num_blocks))
+    pools = [engine.pool]
+    if engine.scheduler.swap_space is not None:
+        pools.append(engine.scheduler.swap_space.pool)
+    for pool in pools:
+        assert pool.num_free == pool.num_blocks
+        assert not any(pool.ref_count(block) for block in range(pool.num_blocks))
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
 

@@ -1,4 +1,4 @@
-"""Random mixes of requests, overlapped or not: each gets the tokens it would get alone.
+"""Random mixes of requests, overlapped or not, swapped or not: each gets what it would get alone.
 
 The model is checksum_model.py's. What it draws is known in advance, so both ways of running are
 held against the same truth, not against each other.
@@ -81,6 +81,7 @@ def jobs(draw: st.DrawFn) -> Job:
     budget=st.sampled_from([1, 3, 16, 64]),
     caching=st.booleans(),
     overlaps=st.booleans(),
+    num_host_blocks=st.sampled_from([0, 0, 3, 100]),
 )
 def test_every_request_gets_the_tokens_it_would_get_alone(
     work: list[Job],
@@ -89,6 +90,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(
     budget: int,
     caching: bool,
     overlaps: bool,
+    num_host_blocks: int,
 ):
     engine, model = make_engine(
         num_blocks=num_blocks,
@@ -96,6 +98,7 @@ def test_every_request_gets_the_tokens_it_would_get_alone(
         budget=budget,
         caching=caching,
         overlaps=overlaps,
+        num_host_blocks=num_host_blocks,
     )
     outputs = Outputs()
     prompt_logprobs = {}

@@ -131,6 +131,37 @@ def test_cupy_is_imported_by_the_runtime_of_the_cuda_device_alone():
     assert not offences(others, "cupy", "cupy_backends", "cupyx")
 
 
+def words_of(path: Path) -> Iterator[str]:
+    """Names and strings in a file's code; docstrings, and comments, are for readers."""
+    tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+    prose = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            yield node.id
+        elif isinstance(node, ast.Attribute):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield "" if id(node) in prose else node.value
+
+
+def test_neither_the_cuda_device_nor_the_model_asks_what_runs_the_kernels():
+    """Its arrays are opaque on the emulated runtime, so it cannot compute with them by CuPy."""
+    own = {"cuengine.device.cuda.cupy_runtime", "cuengine.device.cuda.find"}
+    names = [n for n in modules() if within(n, "cuengine.device.cuda", "cuengine.model")]
+    names = [n for n in (*names, "cuengine.model_runner") if n not in own]
+    assert {"cuengine.device.cuda.device", "cuengine.model.llama"} <= set(names)
+    assert not offences(names, "cuengine.device.emulated", "cupy", "cupy_backends")
+    asks = re.compile("emulat|cupy", re.IGNORECASE)
+    found = [f"{n}: {w}" for n in names for w in words_of(modules()[n]) if asks.search(w)]
+    assert not found
+    for path in (ROOT / "cuda").rglob("*.cu*"):
+        assert not re.search("emulat|__CUDACC_RTC__|#ifn?def", path.read_text()), path
+
+
 def test_the_product_imports_no_torch_and_no_transformers():
     assert not offences(list(modules()), "torch", "transformers", "vllm", "llama_cpp")
 

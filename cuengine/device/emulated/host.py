@@ -2,7 +2,7 @@
 
 Device arrays are opaque (`HostedArray`), so that nothing but the copy calls moves data in or out.
 Every byte has a shadow: never written, or not to be touched; kernels, copies and products heed it.
-Kernels are the PTX of the same programs that a GPU is given, translated by translate.py and run by
+Kernels are the PTX of the same programs that a GPU is given, read by program.py and run by
 runtime.py. What the KV cache may be used for in a step is kept in cache_guard.py.
 """
 

@@ -1,6 +1,6 @@
 """Reads the PTX that NVRTC and nvcc write, into kernels of flat instructions.
 
-What they mean: translate.py.
+Which of them are known, and what they compute: instructions.py.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ from dataclasses import dataclass, field
 
 from cuengine.errors import CuengineError
 
-SIZES = {"pred": 1, "8": 1, "16": 2, "32": 4, "64": 8, "16x2": 4}
-
 
 class PtxError(CuengineError):
-    """PTX that this reader or the translation does not know; names the instruction and its line."""
+    """PTX that is not known here; names the instruction and its line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction, or a label (opcode ""). line: in the PTX; source: (file number, line)."""
+    """One instruction, or a label (opcode ""). line: in the PTX; source: (file number, line).
+
+    targets: labels that `brx.idx` chooses from.
+    """
 
     opcode: str
     operands: tuple[str, ...]
@@ -27,6 +28,7 @@ class Instruction:
     line: int
     source: tuple[int, int]
     label: str = ""
+    targets: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +42,22 @@ class Variable:
     data: bytes = b""
 
 
-@dataclass(slots=True)
-class Kernel:
-    """params: (name, offset, size), in order. registers: name to type, as b32 or pred."""
+@dataclass(frozen=True, slots=True)
+class Param:
+    """kind: its PTX type, as u64; of a struct, b8. offset and size in bytes."""
 
     name: str
-    params: list[tuple[str, int, int]]
+    kind: str
+    offset: int
+    size: int
+
+
+@dataclass(slots=True)
+class Kernel:
+    """registers: name to type, as b32 or pred."""
+
+    name: str
+    params: list[Param]
     registers: dict[str, str] = field(default_factory=dict)
     variables: list[Variable] = field(default_factory=list)
     instructions: list[Instruction] = field(default_factory=list)
@@ -64,12 +76,7 @@ _VARIABLE = re.compile(
     r"\.[a-z]+(\d+)\s+([\w$]+)((?:\[\d*\])*)\s*(?:=\s*(.*))?$",
     re.S,
 )
-_PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.[a-z](\d+)[^,]*?([\w$]+)(?:\[(\d+)\])?$")
-
-
-def type_size(name: str) -> int:
-    """Bytes of a PTX type: 4 for f32, 2 for bf16."""
-    return SIZES[name if name == "pred" else name.lstrip("abcdefghijklmnopqrstuvwxyz")]
+_PARAM = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.([a-z])(\d+)[^,]*?([\w$]+)(?:\[(\d+)\])?$")
 
 
 def parse(text: str) -> PtxModule:
@@ -80,6 +87,7 @@ def parse(text: str) -> PtxModule:
     scopes: list[dict[str, str]] = []
     source = (0, 0)
     depth_skipped = 0
+    targets: dict[str, tuple[str, ...]] = {}
     for piece, line in _split_lines(text):
         if piece.startswith(".file"):
             number, name = piece.split(None, 2)[1:3]
@@ -108,8 +116,12 @@ def parse(text: str) -> PtxModule:
             _registers(kernel, scopes, piece)
         elif piece.startswith(".pragma"):
             continue
+        elif piece.startswith(".branchtargets"):
+            # Its label came before it, as if it were one of code.
+            name = kernel.instructions.pop().label
+            targets[name] = tuple(t.strip() for t in piece.split(None, 1)[1].split(","))
         else:
-            kernel.instructions.append(_instruction(piece, line, source, scopes))
+            kernel.instructions.append(_instruction(piece, line, source, scopes, targets))
     return module
 
 
@@ -160,11 +172,11 @@ def _entry(piece: str, line: int) -> Kernel:
         param = _PARAM.match(text)
         if not param:
             raise PtxError(f"PTX line {line}: parameter not understood: {text}")
-        size = int(param[2]) // 8
+        size = int(param[3]) // 8
         align = int(param[1] or size)
         offset = -(-offset // align) * align
-        size *= int(param[4] or 1)
-        kernel.params.append((param[3], offset, size))
+        size *= int(param[5] or 1)
+        kernel.params.append(Param(param[4], param[2] + param[3], offset, size))
         offset += size
     return kernel
 
@@ -204,7 +216,11 @@ def _registers(kernel: Kernel, scopes: list[dict[str, str]], piece: str) -> None
 
 
 def _instruction(
-    piece: str, line: int, source: tuple[int, int], scopes: list[dict[str, str]]
+    piece: str,
+    line: int,
+    source: tuple[int, int],
+    scopes: list[dict[str, str]],
+    targets: dict[str, tuple[str, ...]],
 ) -> Instruction:
     if piece.endswith(":"):
         return Instruction("", (), "", line, source, piece[:-1])
@@ -222,4 +238,6 @@ def _instruction(
     rest = re.sub(r"%?[A-Za-z_$][\w$]*(?:\.[xyz]\b)?", resolve, rest.strip())
     guard = re.sub(r"%?[A-Za-z_$][\w$]*", resolve, guard)
     operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", rest)
-    return Instruction(opcode, tuple(o.strip() for o in operands), guard, line, source)
+    operands = [o.strip() for o in operands]
+    chosen = targets.get(operands[1], ()) if opcode.startswith("brx.idx") else ()
+    return Instruction(opcode, tuple(operands), guard, line, source, targets=chosen)

@@ -1,14 +1,18 @@
-/* What a translated kernel runs on: memory with checks, warps and blocks, arithmetic that C lacks.
+/* The machine that kernels run on: memory with checks, threads, warps, blocks.
 
-   translate.py puts a kernel's C behind this file: one function `run_thread` that runs a thread to
-   its next barrier or warp-collective instruction. `launch` below schedules threads round it. One
-   launch at a time: the state is static. The structs up to Fault are mirrored in runtime.py. */
-#include <fenv.h>
-#include <math.h>
+   A warp runs one instruction at a time for all its lanes that are at that place. A register is an array of 32
+   lanes in the warp's `file`, a predicate a word with a bit per lane. Where lanes part, those furthest behind run
+   first, so that all meet again as soon as they can. What needs several lanes (shuffles, tensor cores, ...) waits
+   until they are there, and barriers until all threads are.
+
+   Here is all that knows of memory, other lanes and the flow of control; a function per arithmetic instruction
+   comes from instructions.py. State is static: one launch at a time. The structs up to Fault are mirrored in
+   runtime.py, Instruction in program.py. In gdb: `break fail`; `p *i` shows the instruction (`i->line` is that of
+   the PTX), `p *lanes_u32(w, i->o[1])@32` a register. */
 #include <setjmp.h>
-#include <stdint.h>
 #include <stdlib.h>
-#include <string.h>
+
+#include "warp.h"
 
 typedef struct {
     uint64_t base, size;
@@ -17,11 +21,13 @@ typedef struct {
 
 typedef struct {
     uint32_t grid[3], block[3];
-    uint32_t shared_bytes, dynamic_offset; /* all of it; where the launch's own part begins */
-    uint32_t order, seed;                  /* of warps: 0 forward, 1 reverse, 2 shuffled */
-    const Allocation *allocations;
+    uint32_t static_bytes, dynamic_bytes;      /* of shared memory */
+    uint32_t local_bytes, file_bytes;          /* of a thread's memory; of a warp's registers */
+    uint32_t order, seed;                      /* of blocks and warps: 0 forward, 1 reverse, 2 shuffled */
+    const Allocation *allocations;             /* sorted by base */
     uint64_t num_allocations;
-    const uint8_t *params;
+    const Instruction *code;                   /* its last one is an exit */
+    const uint8_t *constants, *params;
 } Launch;
 
 typedef struct {
@@ -30,65 +36,42 @@ typedef struct {
     uint64_t address, size;
 } Fault;
 
-enum { OUTSIDE = 1, NO_ACCESS, UNDEFINED, MISALIGNED, SHARED_OUTSIDE, SHARED_UNWRITTEN,
-       SHARED_IN_FLIGHT, RACE_WRITE, RACE_READ, BARRIER_DIVERGED, WARP_DIVERGED, BAD_LANE,
-       TRAPPED, LOCAL_OUTSIDE, OUT_OF_MEMORY };
-enum { READY, AT_BARRIER, AT_COLLECTIVE, EXITED };
-enum { SHFL_UP, SHFL_DOWN, SHFL_BFLY, SHFL_IDX, VOTE_ALL, VOTE_ANY, VOTE_UNI, VOTE_BALLOT,
-       MATCH_ANY, MATCH_ALL, REDUX_ADD, REDUX_MIN_U, REDUX_MAX_U, REDUX_MIN_S, REDUX_MAX_S,
-       REDUX_AND, REDUX_OR, REDUX_XOR, SYNC_WARP, LDMATRIX, LDMATRIX_TRANS,
-       MMA_BF16_K16, MMA_F16_K16, MMA_BF16_K8, MMA_F16_K8, MMA_TF32_K8,
-       BAR_SYNC };
+enum { OUTSIDE = 1, NO_ACCESS, UNWRITTEN, MISALIGNED, SHARED_OUTSIDE, SHARED_UNWRITTEN, SHARED_IN_FLIGHT,
+       RACE_WRITE, RACE_READ, BARRIER_DIVERGED, WARP_DIVERGED, BAD_LANE, TRAPPED, LOCAL_OUTSIDE, OUT_OF_MEMORY };
+enum { READ, WRITE, ATOMIC };
 
+/* Two bytes of shared memory. Stamps grow: what is older than block_stamp was another block's, what is older than
+   barrier_stamp lies behind a barrier, and a warp takes a new one at each __syncwarp. */
 typedef struct {
-    uint32_t destination, size, group;
-    int pc;
-    uint8_t data[16];
-} Copy;
-
-typedef struct {
-    int state, resume, pc, kind;
-    uint32_t index, tid[3], mask, in[12], out[8];
-    uint64_t in64;
-    uint32_t group, num_copies, room;
-    Copy *copies;
-    uint8_t *local;
-    uint64_t saved[SAVED_WORDS];
-} Thread;
-
-typedef struct {
-    uint32_t write_epoch, read_epoch;
-    int16_t writer, reader; /* warps; reader -1: several; writer -2: atomics */
-    uint8_t state;          /* 0 never written, 1 written, 2 in flight */
-} Half;                     /* of a shared word: two bytes */
+    uint32_t write_stamp, read_stamp;
+    uint16_t writer, reader;                   /* threads, or one of the two below */
+    uint8_t reading_warp, in_flight;
+} Half;
+#define SEVERAL 0xffff                         /* readers; all of reading_warp, or of more than one: */
+#define SEVERAL_WARPS 0xff
+#define BY_ATOMICS 0xffff
 
 static const Launch *L;
 static Fault *fault_out;
 static jmp_buf fault_jump;
-static uint32_t ctaid[3], epoch, num_threads;
+static uint32_t ctaid[3], num_threads, num_warps, shared_bytes;
+static uint32_t last_stamp, block_stamp, barrier_stamp;
 static uint8_t *shared_memory;
 static Half *halves;
-static Thread *threads;
+static Warp *warps;
 static const Allocation *recent;
 
-static void run_thread(Thread *t);
-
-static __attribute__((noreturn, cold)) void fail(int code, const Thread *t, int pc,
-                                                 uint64_t address, uint64_t size, uint32_t other) {
-    fault_out->code = code;
-    fault_out->pc = pc;
-    memcpy(fault_out->block, ctaid, sizeof ctaid);
-    fault_out->thread = t ? t->index : 0;
-    fault_out->other = other;
-    fault_out->address = address;
-    fault_out->size = size;
+static __attribute__((noreturn, cold, noinline)) void fail(
+    int code, const Warp *w, const Instruction *i, int lane, uint64_t address, uint64_t size, uint32_t other) {
+    *fault_out = (Fault){code, i ? (int32_t)(i - L->code) : 0, {ctaid[0], ctaid[1], ctaid[2]},
+                         w ? w->index * 32 + (uint32_t)lane : 0, other, address, size};
     longjmp(fault_jump, 1);
 }
 
 /* ---- global memory ---- */
 
 static const Allocation *find_allocation(uint64_t address) {
-    uint64_t low = 0, high = L->num_allocations; /* sorted by base */
+    uint64_t low = 0, high = L->num_allocations;
     while (low < high) {
         uint64_t middle = (low + high) / 2;
         if (L->allocations[middle].base <= address) low = middle + 1;
@@ -96,429 +79,712 @@ static const Allocation *find_allocation(uint64_t address) {
     }
     return low ? &L->allocations[low - 1] : 0;
 }
+static inline int lies_in(const Allocation *a, uint64_t address, uint32_t size) {
+    return a && address - a->base < a->size && a->size - (address - a->base) >= size;
+}
 
-static inline uint8_t *global_at(const Thread *t, uint64_t address, uint32_t size, int write, int pc) {
-    const Allocation *a = recent;
-    if (!a || address - a->base >= a->size || a->size - (address - a->base) < size) {
-        a = find_allocation(address);
-        if (!a || address - a->base >= a->size || a->size - (address - a->base) < size)
-            fail(OUTSIDE, t, pc, address, size, write);
+/* Whether a byte is not 0. */
+static inline int marked(const uint8_t *shadow, uint32_t size) {
+    uint64_t a = 0, b = 0;
+    if (size == 16) memcpy(&a, shadow, 8), memcpy(&b, shadow + 8, 8);
+    else if (size == 8) memcpy(&a, shadow, 8);
+    else if (size == 4) memcpy(&a, shadow, 4);
+    else if (size == 2) memcpy(&a, shadow, 2);
+    else for (uint32_t n = 0; n < size; n++) a |= shadow[n];
+    return (a | b) != 0;
+}
+static __attribute__((noinline)) void heed(uint8_t *shadow, const Warp *w, const Instruction *i, int lane,
+                                           uint64_t address, uint32_t size, int how) {
+    for (uint32_t n = 0; n < size; n++) {
+        if (!shadow[n]) continue;
+        if (shadow[n] == 1) fail(NO_ACCESS, w, i, lane, address + n, size, 0);
+        if (how != WRITE) fail(UNWRITTEN, w, i, lane, address + n, size, 0);
+        shadow[n] = 0;
+    }
+}
+static inline uint8_t *global_at(const Warp *w, const Instruction *i, int lane, uint64_t address, uint32_t size,
+                                 int how) {
+    if (__builtin_expect(!lies_in(recent, address, size), 0)) {
+        const Allocation *a = find_allocation(address);
+        if (!lies_in(a, address, size)) fail(OUTSIDE, w, i, lane, address, size, 0);
         recent = a;
     }
-    uint8_t *shadow = a->shadow + (address - a->base);
-    for (uint32_t i = 0; i < size; i++)
-        if (__builtin_expect(shadow[i], 0)) {
-            if (shadow[i] == 1) fail(NO_ACCESS, t, pc, address + i, size, write);
-            if (!write) fail(UNDEFINED, t, pc, address + i, size, write);
-            shadow[i] = 0;
-        }
+    uint8_t *shadow = recent->shadow + (address - recent->base);
+    if (__builtin_expect(marked(shadow, size), 0)) heed(shadow, w, i, lane, address, size, how);
     return (uint8_t *)address;
 }
 
 /* ---- shared memory ---- */
 
-static void shared_check(const Thread *t, uint32_t offset, uint32_t size, int write, int pc) {
-    int warp = (int)(t->index / 32);
-    if (offset > L->shared_bytes || size > L->shared_bytes - offset)
-        fail(SHARED_OUTSIDE, t, pc, offset, size, write);
+static inline void shared_check(const Warp *w, const Instruction *i, int lane, uint32_t offset, uint32_t size,
+                                int how) {
+    if (offset > shared_bytes || size > shared_bytes - offset) fail(SHARED_OUTSIDE, w, i, lane, offset, size, 0);
+    uint16_t me = (uint16_t)(w->index * 32 + (uint32_t)lane);
     for (Half *h = halves + offset / 2; h < halves + (offset + size + 1) / 2; h++) {
-        if (h->state == 2) fail(SHARED_IN_FLIGHT, t, pc, offset, size, write);
-        int writes_clash = h->write_epoch == epoch && h->writer != warp;
-        if (write) { /* 1 write, 2 atomic */
-            if (writes_clash && !(write == 2 && h->writer == -2))
-                fail(RACE_WRITE, t, pc, offset, size, (uint32_t)h->writer);
-            if (h->read_epoch == epoch && h->reader != warp)
-                fail(RACE_READ, t, pc, offset, size, (uint32_t)h->reader);
-            if (write == 2 && !h->state) fail(SHARED_UNWRITTEN, t, pc, offset, size, 0);
-            h->state = 1;
-            h->write_epoch = epoch;
-            h->writer = write == 2 ? -2 : (int16_t)warp;
-        } else {
-            if (!h->state) fail(SHARED_UNWRITTEN, t, pc, offset, size, 0);
-            if (writes_clash) fail(RACE_WRITE, t, pc, offset, size, (uint32_t)h->writer);
-            if (h->read_epoch != epoch) {
-                h->read_epoch = epoch;
-                h->reader = (int16_t)warp;
-            } else if (h->reader != warp) h->reader = -1;
+        int written = h->write_stamp >= block_stamp;
+        if (written && h->in_flight) fail(SHARED_IN_FLIGHT, w, i, lane, offset, size, h->writer);
+        if (how != WRITE && !written) fail(SHARED_UNWRITTEN, w, i, lane, offset, size, 0);
+        /* A race: another thread, no barrier since, and either another warp or no __syncwarp since. */
+        if (h->write_stamp >= barrier_stamp && h->writer != me &&
+            (h->writer / 32 != w->index || h->write_stamp == w->stamp) &&
+            !(how == ATOMIC && h->writer == BY_ATOMICS))
+            fail(RACE_WRITE, w, i, lane, offset, size, h->writer);
+        if (how != READ) {
+            if (h->read_stamp >= barrier_stamp && h->reader != me &&
+                (h->reading_warp != w->index || h->read_stamp == w->stamp))
+                fail(RACE_READ, w, i, lane, offset, size, h->reader == SEVERAL ? h->reading_warp * 32u : h->reader);
+            h->write_stamp = w->stamp;
+            h->writer = how == ATOMIC ? BY_ATOMICS : me;
+            h->in_flight = 0;
+        } else if (h->read_stamp < barrier_stamp || (h->reading_warp == w->index && h->read_stamp != w->stamp)) {
+            h->read_stamp = w->stamp;
+            h->reader = me;
+            h->reading_warp = (uint8_t)w->index;
+        } else if (h->reader != me) {
+            h->reader = SEVERAL;
+            if (h->reading_warp != w->index) h->reading_warp = SEVERAL_WARPS;
         }
     }
 }
 
-static inline uint8_t *shared_at(const Thread *t, uint64_t address, uint32_t size, int write, int pc) {
-    if (address > 0xffffffffu) fail(SHARED_OUTSIDE, t, pc, address, size, write);
-    shared_check(t, (uint32_t)address, size, write, pc);
+static inline uint8_t *shared_at(const Warp *w, const Instruction *i, int lane, uint64_t address, uint32_t size,
+                                 int how) {
+    if (address > 0xffffffffu) fail(SHARED_OUTSIDE, w, i, lane, address, size, 0);
+    shared_check(w, i, lane, (uint32_t)address, size, how);
     return shared_memory + address;
 }
 
-static inline uint8_t *local_at(const Thread *t, uint64_t address, uint32_t size, int write, int pc) {
-    if (address > LOCAL_BYTES || size > LOCAL_BYTES - address)
-        fail(LOCAL_OUTSIDE, t, pc, address, size, write);
-    return t->local + address;
+static inline uint8_t *local_at(const Warp *w, const Instruction *i, int lane, uint64_t address, uint32_t size,
+                                int how) {
+    (void)how;
+    if (address > L->local_bytes || size > L->local_bytes - address)
+        fail(LOCAL_OUTSIDE, w, i, lane, address, size, 0);
+    return w->local + (size_t)lane * L->local_bytes + address;
+}
+static inline uint64_t local_base(const Warp *w, int lane) {
+    return (uint64_t)w->local + (uint64_t)lane * L->local_bytes;
 }
 
-static inline uint8_t *generic_at(const Thread *t, uint64_t address, uint32_t size, int write, int pc) {
-    if (address - (uint64_t)shared_memory < L->shared_bytes)
-        return shared_at(t, address - (uint64_t)shared_memory, size, write, pc);
-    if (address - (uint64_t)t->local < LOCAL_BYTES)
-        return local_at(t, address - (uint64_t)t->local, size, write, pc);
-    return global_at(t, address, size, write, pc);
+static inline uint8_t *generic_at(const Warp *w, const Instruction *i, int lane, uint64_t address, uint32_t size,
+                                  int how) {
+    if (address - (uint64_t)shared_memory < shared_bytes)
+        return shared_at(w, i, lane, address - (uint64_t)shared_memory, size, how);
+    if (address - local_base(w, lane) < L->local_bytes)
+        return local_at(w, i, lane, address - local_base(w, lane), size, how);
+    return global_at(w, i, lane, address, size, how);
 }
 
-static inline void aligned(const Thread *t, uint64_t address, uint32_t size, int pc) {
-    if (__builtin_expect(address & (size - 1), 0)) fail(MISALIGNED, t, pc, address, size, 0);
+enum { GLOBAL, SHARED, LOCAL, GENERIC };
+static inline uint8_t *memory_at(int space, const Warp *w, const Instruction *i, int lane, uint64_t address,
+                                 uint32_t size, int how) {
+    if (__builtin_expect(address & (size - 1), 0)) fail(MISALIGNED, w, i, lane, address, size, 0);
+    return space == GLOBAL   ? global_at(w, i, lane, address, size, how)
+           : space == SHARED ? shared_at(w, i, lane, address, size, how)
+           : space == LOCAL  ? local_at(w, i, lane, address, size, how)
+                             : generic_at(w, i, lane, address, size, how);
 }
 
-static void copy_async(Thread *t, uint64_t to, uint64_t from, uint32_t size, uint32_t source, int pc) {
-    aligned(t, to, size, pc);
-    aligned(t, from, size, pc);
-    if (to > 0xffffffffu) fail(SHARED_OUTSIDE, t, pc, to, size, 1);
-    shared_check(t, (uint32_t)to, size, 1, pc);
-    if (t->num_copies == t->room) {
-        uint32_t room = t->room ? 2 * t->room : 16;
-        Copy *more = realloc(t->copies, room * sizeof(Copy));
-        if (!more) fail(OUT_OF_MEMORY, t, pc, 0, 0, 0);
-        t->copies = more;
-        t->room = room;
-    }
-    Copy *c = &t->copies[t->num_copies++];
-    *c = (Copy){(uint32_t)to, size, t->group, pc, {0}};
-    if (source > size) source = size;
-    if (source) memcpy(c->data, global_at(t, from, source, 0, pc), source);
-    for (uint32_t i = 0; i < size / 2; i++) halves[to / 2 + i].state = 2;
+/* size: the space. */
+static __attribute__((noinline)) uint8_t *atomic_at(const Warp *w, const Instruction *i, int lane, uint64_t address,
+                                                    uint32_t size) {
+    return memory_at((int)i->size, w, i, lane, address, size, ATOMIC);
 }
 
-/* Lands all copies but those of the last `keep` committed groups. */
-static void copy_wait(Thread *t, uint32_t keep) {
-    uint32_t left = 0;
-    for (uint32_t i = 0; i < t->num_copies; i++) {
-        Copy c = t->copies[i];
-        if (c.group + keep >= t->group) {
-            t->copies[left++] = c;
-            continue;
-        }
-        for (uint32_t j = 0; j < c.size / 2; j++) halves[c.destination / 2 + j].state = 1;
-        shared_check(t, c.destination, c.size, 1, c.pc);
-        memcpy(shared_memory + c.destination, c.data, c.size);
-    }
-    t->num_copies = left;
+/* The lanes' addresses: a register of 4 or 8 bytes a lane, and a displacement. */
+static inline void get_addresses(const Warp *w, uint32_t o, int wide, int64_t displacement, uint64_t *a) {
+    const uint32_t *narrow_ = place(w, o);
+    const uint64_t *wide_ = place(w, o);
+    if (wide) LANES(32) a[l] = wide_[l] + (uint64_t)displacement;
+    else LANES(32) a[l] = (uint32_t)(narrow_[l] + (uint32_t)displacement);
 }
 
-/* ---- numbers ---- */
-
-static inline float f32_of(uint32_t x) { float f; memcpy(&f, &x, 4); return f; }
-static inline uint32_t bits_f32(float f) { uint32_t x; memcpy(&x, &f, 4); return x; }
-static inline double f64_of(uint64_t x) { double f; memcpy(&f, &x, 8); return f; }
-static inline uint64_t bits_f64(double f) { uint64_t x; memcpy(&x, &f, 8); return x; }
-static inline float f16_of(uint16_t x) { _Float16 h; memcpy(&h, &x, 2); return (float)h; }
-static inline uint16_t bits_f16(double f) {
-    _Float16 h = (_Float16)f;
-    uint16_t x;
-    memcpy(&x, &h, 2);
-    return f != f ? 0x7fff : x;
-}
-static inline float bf16_of(uint16_t x) { return f32_of((uint32_t)x << 16); }
-static inline uint16_t bits_bf16(double f) {
-    if (f != f) return 0x7fff;
-    float near = (float)f;
-    uint32_t x = bits_f32(near);
-    /* To odd first, so that rounding twice equals rounding once. */
-    if ((double)near != f && !isinf(near)) x = (fabs((double)near) > fabs(f) ? x - 1 : x) | 1;
-    return (uint16_t)((x + 0x7fff + (x >> 16 & 1)) >> 16);
-}
-static inline float flush(float f) { return fpclassify(f) == FP_SUBNORMAL ? copysignf(0, f) : f; }
-static inline float saturate_f32(float f) { return f > 0 ? (f < 1 ? f : 1) : 0; }
-static inline double saturate_f64(double f) { return f > 0 ? (f < 1 ? f : 1) : 0; }
-
-#define DIRECTED(type, suffix, fma_)                                                           \
-    static __attribute__((noinline)) type directed_##suffix(int mode, int op, type a, type b, type c) { \
-        volatile type x = a, y = b, z = c, r;                                                   \
-        fesetround(mode);                                                                       \
-        r = op == 0 ? x + y : op == 1 ? x * y : op == 2 ? fma_(x, y, z) : op == 3 ? x / y : (type)sqrt(x); \
-        fesetround(FE_TONEAREST);                                                               \
-        return r;                                                                               \
-    }
-DIRECTED(float, f32, fmaf)
-DIRECTED(double, f64, fma)
-static __attribute__((noinline)) float narrow(int mode, double a) {
-    volatile double x = a;
-    fesetround(mode);
-    volatile float r = (float)x;
-    fesetround(FE_TONEAREST);
-    return r;
-}
-
-/* Float to integer, saturated as PTX has it; NaN gives 0. `f` is rounded already. */
-#define TO_INT(name, type, low, high, above)                            \
-    static inline type name(double f) {                                 \
-        return f != f ? 0 : f <= low ? (type)low : f >= above ? (type)high : (type)f; \
-    }
-TO_INT(to_s8, int8_t, -128.0, 127, 127.0)
-TO_INT(to_u8, uint8_t, 0.0, 255, 255.0)
-TO_INT(to_s16, int16_t, -32768.0, 32767, 32767.0)
-TO_INT(to_u16, uint16_t, 0.0, 65535, 65535.0)
-TO_INT(to_s32, int32_t, -2147483648.0, 2147483647, 2147483647.0)
-TO_INT(to_u32, uint32_t, 0.0, 4294967295u, 4294967295.0)
-TO_INT(to_s64, int64_t, -9223372036854775808.0, INT64_MAX, 9223372036854775808.0)
-TO_INT(to_u64, uint64_t, 0.0, UINT64_MAX, 18446744073709551616.0)
-
-static inline uint32_t shl_32(uint32_t a, uint32_t n) { return n > 31 ? 0 : a << n; }
-static inline uint64_t shl_64(uint64_t a, uint32_t n) { return n > 63 ? 0 : a << n; }
-static inline uint32_t shr_u32(uint32_t a, uint32_t n) { return n > 31 ? 0 : a >> n; }
-static inline uint64_t shr_u64(uint64_t a, uint32_t n) { return n > 63 ? 0 : a >> n; }
-static inline int32_t shr_s32(int32_t a, uint32_t n) { return a >> (n > 31 ? 31 : n); }
-static inline int64_t shr_s64(int64_t a, uint32_t n) { return a >> (n > 63 ? 63 : n); }
-static inline uint64_t bit_insert(uint64_t a, uint64_t b, uint32_t at, uint32_t n, uint32_t width) {
-    at &= 255;
-    n &= 255;
-    if (at >= width || !n) return b;
-    if (n > width - at) n = width - at;
-    uint64_t mask = (n >= 64 ? ~0ull : (1ull << n) - 1) << at;
-    return (b & ~mask) | (a << at & mask);
-}
-static inline uint64_t bit_extract(uint64_t a, uint32_t at, uint32_t n, uint32_t width, int is_signed) {
-    at &= 255;
-    n &= 255;
-    if (!n) return 0;
-    uint32_t top = at + n - 1 < width - 1 ? at + n - 1 : width - 1;
-    uint64_t sign = is_signed && (a >> top & 1) ? ~0ull : 0;
-    if (at >= width) return sign;
-    uint32_t have = n < width - at ? n : width - at;
-    uint64_t mask = have >= 64 ? ~0ull : (1ull << have) - 1;
-    uint64_t fill = n >= 64 ? ~0ull : (1ull << n) - 1;
-    return (a >> at & mask) | (sign & ~mask & (is_signed ? ~0ull : fill));
-}
-static inline uint32_t find_top(uint64_t a, int width, int shift) {
-    if (!a) return 0xffffffffu;
-    uint32_t top = 63 - (uint32_t)__builtin_clzll(a);
-    return shift ? (uint32_t)width - 1 - top : top;
-}
-static inline uint64_t reverse_bits(uint64_t a, int width) {
-    uint64_t r = 0;
-    for (int i = 0; i < width; i++) r |= (a >> i & 1) << (width - 1 - i);
-    return r;
-}
-static inline uint32_t logic3(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
-    uint32_t r = 0;
-    for (uint32_t i = 0; i < 8; i++)
-        if (table >> i & 1) r |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
-    return r;
-}
-static inline uint32_t permute(uint32_t a, uint32_t b, uint32_t selector) {
-    uint64_t both = (uint64_t)b << 32 | a;
-    uint32_t r = 0;
-    for (int i = 0; i < 4; i++) {
-        uint32_t s = selector >> (4 * i) & 15, byte = (uint32_t)(both >> (8 * (s & 7))) & 255;
-        if (s & 8) byte = byte & 128 ? 255 : 0;
-        r |= byte << (8 * i);
-    }
-    return r;
-}
-
-/* ---- warps ---- */
-
-static void matrix_move(Thread *w, int kind, int count) {
-    int transposed = kind == LDMATRIX_TRANS;
-    for (int m = 0; m < count; m++) {
-        uint16_t tile[8][8];
-        for (int row = 0; row < 8; row++) {
-            Thread *t = &w[8 * m + row];
-            aligned(t, t->in64, 16, t->pc);
-            memcpy(tile[row], shared_at(t, t->in64, 16, 0, t->pc), 16);
-        }
-        for (int lane = 0; lane < 32; lane++) {
-            for (int i = 0; i < 2; i++) {
-                int row = lane / 4, column = lane % 4 * 2 + i;
-                uint16_t *at = transposed ? &tile[column][row] : &tile[row][column];
-                if (i == 0) w[lane].out[m] = *at;
-                else w[lane].out[m] |= (uint32_t)*at << 16;
-            }
-        }
-    }
-}
-
-/* D = A B + C; operands lie over lanes as PTX ISA 9.7.14.5 draws them. in: A, then B, then C. */
-static void matrix_multiply(Thread *w, int kind) {
-    int tf32 = kind == MMA_TF32_K8, bf16 = kind == MMA_BF16_K16 || kind == MMA_BF16_K8;
-    int depth = kind == MMA_BF16_K16 || kind == MMA_F16_K16 ? 16 : 8;
-    int num_a = depth == 16 || tf32 ? 4 : 2, num_b = num_a / 2;
-    float a[16][16], b[16][8];
-    for (int lane = 0; lane < 32; lane++) {
-        int group = lane / 4, in_group = lane % 4;
-        for (int r = 0; r < num_a + num_b; r++) {
-            uint32_t word = w[lane].in[r];
-            int from_b = r >= num_a, part = from_b ? r - num_a : r / 2;
-            for (int i = 0; i < (tf32 ? 1 : 2); i++) {
-                int k = tf32 ? in_group + 4 * part : 2 * in_group + i + 8 * part;
-                uint16_t half = (uint16_t)(word >> (16 * i));
-                float x = tf32 ? f32_of(word & 0xffffe000u) : bf16 ? bf16_of(half) : f16_of(half);
-                if (from_b) b[k][group] = x;
-                else a[group + r % 2 * 8][k] = x;
-            }
-        }
-    }
-    for (int lane = 0; lane < 32; lane++)
-        for (int i = 0; i < 4; i++) {
-            int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-            float sum = f32_of(w[lane].in[num_a + num_b + i]);
-            for (int k = 0; k < depth; k++) sum += a[row][k] * b[k][column];
-            w[lane].out[i] = bits_f32(sum);
-        }
-}
-
-static void shuffle(Thread *w, uint32_t mask, int kind) {
-    for (uint32_t lane = 0; lane < 32; lane++) {
-        if (!(mask >> lane & 1)) continue;
-        Thread *t = &w[lane];
-        uint32_t b = t->in[1] & 31, clamp = t->in[2] & 31, segment = t->in[2] >> 8 & 31;
-        uint32_t high = (lane & segment) | (clamp & ~segment), low = lane & segment;
-        int32_t source;
-        int valid;
-        if (kind == SHFL_UP) source = (int32_t)lane - (int32_t)b, valid = source >= (int32_t)high;
-        else if (kind == SHFL_DOWN) source = (int32_t)(lane + b), valid = source <= (int32_t)high;
-        else if (kind == SHFL_BFLY) source = (int32_t)(lane ^ b), valid = source <= (int32_t)high;
-        else source = (int32_t)(low | (b & ~segment)), valid = source <= (int32_t)high;
-        if (!valid) source = (int32_t)lane;
-        if (!(mask >> source & 1)) fail(BAD_LANE, t, t->pc, mask, 0, (uint32_t)source);
-        t->out[0] = w[source].in[0];
-        t->out[1] = (uint32_t)valid;
-    }
-}
-
-static void collective(Thread *w, uint32_t mask) {
-    Thread *first = &w[__builtin_ctz(mask)];
-    int kind = first->kind;
-    if (kind <= SHFL_IDX) shuffle(w, mask, kind);
-    else if (kind >= MMA_BF16_K16 && kind <= MMA_TF32_K8) matrix_multiply(w, kind);
-    else if (kind >= LDMATRIX && kind <= LDMATRIX_TRANS) matrix_move(w, kind, (int)first->in[8]);
-    else if (kind != SYNC_WARP) {
-        uint32_t ballot = 0, sum = 0, least = ~0u, most = 0, all = ~0u, any = 0, odd = 0;
-        int32_t low = INT32_MAX, high = INT32_MIN;
-        for (uint32_t i = 0; i < 32; i++) {
-            if (!(mask >> i & 1)) continue;
-            uint32_t x = w[i].in[0];
-            if (x) ballot |= 1u << i;
-            sum += x, all &= x, any |= x, odd ^= x;
-            least = x < least ? x : least, most = x > most ? x : most;
-            low = (int32_t)x < low ? (int32_t)x : low, high = (int32_t)x > high ? (int32_t)x : high;
-        }
-        for (uint32_t i = 0; i < 32; i++) {
-            if (!(mask >> i & 1)) continue;
-            uint32_t same = 0, *out = w[i].out;
-            for (uint32_t j = 0; j < 32; j++)
-                if (mask >> j & 1 && w[j].in64 == w[i].in64) same |= 1u << j;
-            switch (kind) {
-            case VOTE_ALL: out[0] = ballot == mask; break;
-            case VOTE_ANY: out[0] = ballot != 0; break;
-            case VOTE_UNI: out[0] = ballot == mask || !ballot; break;
-            case VOTE_BALLOT: out[0] = ballot; break;
-            case MATCH_ANY: out[0] = same; break;
-            case MATCH_ALL: out[0] = same == mask ? mask : 0, out[1] = same == mask; break;
-            case REDUX_ADD: out[0] = sum; break;
-            case REDUX_MIN_U: out[0] = least; break;
-            case REDUX_MAX_U: out[0] = most; break;
-            case REDUX_MIN_S: out[0] = (uint32_t)low; break;
-            case REDUX_MAX_S: out[0] = (uint32_t)high; break;
-            case REDUX_AND: out[0] = all; break;
-            case REDUX_OR: out[0] = any; break;
-            default: out[0] = odd; break;
-            }
-        }
-    }
-}
-
-/* Runs a warp until each of its threads waits at a barrier or is done. */
-static void run_warp(Thread *w, uint32_t size) {
-    for (;;) {
-        int progress = 0;
-        Thread *stuck = 0;
-        for (uint32_t i = 0; i < size; i++) {
-            Thread *t = &w[L->order == 1 ? size - 1 - i : i];
-            if (t->state != READY) continue;
-            run_thread(t);
-            progress = 1;
-        }
-        for (uint32_t i = 0; i < size; i++) {
-            Thread *t = &w[i];
-            if (t->state != AT_COLLECTIVE) continue;
-            if (!(t->mask >> i & 1)) fail(BAD_LANE, t, t->pc, t->mask, 0, i);
-            uint32_t mask = size == 32 ? t->mask : t->mask & ((1u << size) - 1), here = 0;
-            if (t->kind >= LDMATRIX && mask != 0xffffffffu)
-                fail(WARP_DIVERGED, t, t->pc, t->mask, 0, size);
-            for (uint32_t j = 0; j < size; j++) {
-                if (!(mask >> j & 1)) continue;
-                if (w[j].state == AT_BARRIER || w[j].state == EXITED)
-                    fail(WARP_DIVERGED, t, t->pc, t->mask, 0, w[j].index);
-                if (w[j].state == AT_COLLECTIVE && w[j].pc == t->pc && w[j].mask == t->mask)
-                    here |= 1u << j;
-            }
-            if (here != mask) {
-                stuck = t;
+/* ld, st. o: the values, then the address at o[8]; kind: bit 0, the address has 8 bytes; bit 1, sign extension. */
+static inline __attribute__((always_inline)) void load_from(
+    int space, uint32_t size, uint32_t width, uint32_t count, Warp *w, const Instruction *i, uint32_t mask) {
+    uint64_t a[32];
+    uint8_t *d[4];
+    get_addresses(w, i->o[8], i->kind & 1, i->immediate, a);
+    for (uint32_t n = 0; n < count; n++) d[n] = place(w, i->o[n]);
+    EACH(mask) {
+        const uint8_t *p = memory_at(space, w, i, (int)l, a[l], size * count, READ);
+        for (uint32_t n = 0; n < count; n++, p += size) {
+            if (size == width) {
+                memcpy(d[n] + l * width, p, size);
                 continue;
             }
-            collective(w, mask);
-            for (uint32_t j = 0; j < size; j++)
-                if (mask >> j & 1) w[j].state = READY;
-            progress = 1;
+            uint64_t x = 0;
+            memcpy(&x, p, size);
+            if (i->kind & 2) x = (uint64_t)((int64_t)(x << (64 - 8 * size)) >> (64 - 8 * size));
+            memcpy(d[n] + l * width, &x, width);
         }
-        if (progress) continue;
-        if (stuck) fail(WARP_DIVERGED, stuck, stuck->pc, stuck->mask, 0, stuck->index);
-        return;
+    }
+}
+static inline __attribute__((always_inline)) void store_to(
+    int space, uint32_t size, uint32_t width, uint32_t count, Warp *w, const Instruction *i, uint32_t mask) {
+    uint64_t a[32];
+    const uint8_t *s[4];
+    get_addresses(w, i->o[8], i->kind & 1, i->immediate, a);
+    for (uint32_t n = 0; n < count; n++) s[n] = place(w, i->o[n]);
+    EACH(mask) {
+        uint8_t *p = memory_at(space, w, i, (int)l, a[l], size * count, WRITE);
+        for (uint32_t n = 0; n < count; n++) memcpy(p + n * size, s[n] + l * width, size);
+    }
+}
+/* The usual shapes as code of their own, the others by their numbers. */
+#define MEMORY(space, SPACE)                                                                                         \
+    void ld_##space(Warp *w, const Instruction *i, uint32_t mask) {                                           \
+        if (i->size == 4 && i->width == 4 && i->count == 1) load_from(SPACE, 4, 4, 1, w, i, mask);                   \
+        else if (i->size == 4 && i->width == 4 && i->count == 4) load_from(SPACE, 4, 4, 4, w, i, mask);              \
+        else if (i->size == 8 && i->width == 8 && i->count == 1) load_from(SPACE, 8, 8, 1, w, i, mask);              \
+        else load_from(SPACE, i->size, i->width, i->count, w, i, mask);                                              \
+    }                                                                                                                \
+    void st_##space(Warp *w, const Instruction *i, uint32_t mask) {                                           \
+        if (i->size == 4 && i->width == 4 && i->count == 1) store_to(SPACE, 4, 4, 1, w, i, mask);                    \
+        else if (i->size == 4 && i->width == 4 && i->count == 4) store_to(SPACE, 4, 4, 4, w, i, mask);               \
+        else store_to(SPACE, i->size, i->width, i->count, w, i, mask);                                               \
+    }
+MEMORY(global, GLOBAL)
+MEMORY(shared, SHARED)
+MEMORY(local, LOCAL)
+MEMORY(generic, GENERIC)
+
+/* immediate: offset in the parameters. */
+void ld_param(Warp *w, const Instruction *i, uint32_t mask) {
+    for (uint32_t n = 0; n < i->count; n++) {
+        uint64_t x = 0;
+        memcpy(&x, L->params + i->immediate + n * i->size, i->size);
+        if (i->kind & 2) x = (uint64_t)((int64_t)(x << (64 - 8 * i->size)) >> (64 - 8 * i->size));
+        uint8_t *d = place(w, i->o[n]);
+        EACH(mask) memcpy(d + l * i->width, &x, i->width);
     }
 }
 
-/* in: id, count (0: all), value. A barrier opens when its threads are all there. */
+/* cvta of shared and local memory. immediate: 1 from the window to generic, -1 back. */
+void cvta_shared(Warp *w, const Instruction *i, uint32_t mask) {
+    uint64_t *d = place(w, i->o[0]), *a = place(w, i->o[1]);
+    EACH(mask) d[l] = a[l] + (uint64_t)i->immediate * (uint64_t)shared_memory;
+}
+void cvta_local(Warp *w, const Instruction *i, uint32_t mask) {
+    uint64_t *d = place(w, i->o[0]), *a = place(w, i->o[1]);
+    EACH(mask) d[l] = a[l] + (uint64_t)i->immediate * local_base(w, (int)l);
+}
+/* kind: GLOBAL, SHARED or LOCAL. */
+void isspacep(Warp *w, const Instruction *i, uint32_t mask) {
+    const uint64_t *a = place(w, i->o[1]);
+    uint32_t bits = 0;
+    EACH(mask) {
+        uint32_t space = a[l] - (uint64_t)shared_memory < shared_bytes         ? SHARED
+                         : a[l] - local_base(w, (int)l) < L->local_bytes ? LOCAL
+                                                                         : GLOBAL;
+        bits |= (uint32_t)(space == i->kind) << l;
+    }
+    put_predicate(w, i->o[0], mask, bits);
+}
+
+/* ---- cp.async: what a lane copies lands when it waits for it ---- */
+
+/* o: target, source, bytes to take. size: bytes to fill, the rest with zeros; kind: the target's address has 8. */
+void cp_async(Warp *w, const Instruction *i, uint32_t mask) {
+    uint64_t to[32];
+    get_addresses(w, i->o[0], (int)i->kind, i->immediate, to);
+    const uint64_t *from = place(w, i->o[1]);
+    const uint32_t *bytes = place(w, i->o[2]);
+    EACH(mask) {
+        memory_at(SHARED, w, i, (int)l, to[l], i->size, WRITE);
+        uint64_t source = from[l] + (uint64_t)(int64_t)(int32_t)i->count;
+        if (source & (i->size - 1)) fail(MISALIGNED, w, i, (int)l, source, i->size, 0);
+        if (w->num_copies == w->room) {
+            uint32_t room = w->room ? 2 * w->room : 256;
+            Copy *more = realloc(w->copies, room * sizeof(Copy));
+            if (!more) fail(OUT_OF_MEMORY, w, i, (int)l, 0, 0, 0);
+            w->copies = more;
+            w->room = room;
+        }
+        Copy *c = &w->copies[w->num_copies++];
+        *c = (Copy){l, (uint32_t)to[l], i->size, w->group[l], i, {0}};
+        uint32_t taken = bytes[l] < i->size ? bytes[l] : i->size;
+        if (taken) memcpy(c->data, global_at(w, i, (int)l, source, taken, READ), taken);
+        for (uint32_t n = 0; n < i->size / 2; n++) halves[to[l] / 2 + n].in_flight = 1;
+    }
+}
+void cp_async_commit_group(Warp *w, const Instruction *i, uint32_t mask) {
+    (void)i;
+    EACH(mask) w->group[l]++;
+}
+/* immediate: the groups that may stay on their way. */
+void cp_async_wait_group(Warp *w, const Instruction *i, uint32_t mask) {
+    uint32_t left = 0;
+    for (uint32_t n = 0; n < w->num_copies; n++) {
+        Copy *c = &w->copies[n];
+        if (!(mask >> c->lane & 1) || c->group + (uint64_t)i->immediate >= w->group[c->lane]) {
+            w->copies[left++] = *c;
+            continue;
+        }
+        for (uint32_t j = 0; j < c->size / 2; j++) halves[c->destination / 2 + j].in_flight = 0;
+        shared_check(w, c->i, (int)c->lane, c->destination, c->size, WRITE);
+        memcpy(shared_memory + c->destination, c->data, c->size);
+    }
+    w->num_copies = left;
+}
+void cp_async_wait_all(Warp *w, const Instruction *i, uint32_t mask) {
+    cp_async_commit_group(w, i, mask);
+    cp_async_wait_group(w, i, mask);
+}
+
+/* ---- control ---- */
+
+void nop(Warp *w, const Instruction *i, uint32_t mask) { (void)w, (void)i, (void)mask; }
+void trap(Warp *w, const Instruction *i, uint32_t mask) { fail(TRAPPED, w, i, __builtin_ctz(mask), 0, 0, 0); }
+
+static void leave_at(Warp *w, uint32_t lanes, int32_t pc) {
+    EACH(lanes) w->lane_pc[l] = pc;
+}
+void bra(Warp *w, const Instruction *i, uint32_t mask) {
+    if (mask == w->active) {
+        w->pc = (int32_t)i->immediate;
+        return;
+    }
+    leave_at(w, mask, (int32_t)i->immediate);
+    leave_at(w, w->active & ~mask, w->pc);
+    w->active = 0;
+}
+/* o: index, then a place whose lanes are the targets; count of them. */
+void brx_idx(Warp *w, const Instruction *i, uint32_t mask) {
+    const uint32_t *index = place(w, i->o[0]), *targets = place(w, i->o[1]);
+    leave_at(w, w->active & ~mask, w->pc);
+    EACH(mask) {
+        if (index[l] >= i->count) fail(TRAPPED, w, i, (int)l, 0, 0, 0);
+        w->lane_pc[l] = (int32_t)targets[index[l]];
+    }
+    w->active = 0;
+}
+void exit_(Warp *w, const Instruction *i, uint32_t mask) {
+    (void)i;
+    w->ready &= ~mask;
+    w->active &= ~mask;
+}
+void activemask(Warp *w, const Instruction *i, uint32_t mask) {
+    uint32_t *d = place(w, i->o[0]);
+    EACH(mask) d[l] = w->active;
+}
+
+/* ---- barriers. kind: see below; o: result, id, count, value ---- */
+
+enum { BAR_SYNC, BAR_POPC, BAR_AND, BAR_OR };
+
+void bar(Warp *w, const Instruction *i, uint32_t mask) {
+    uint32_t lane = (uint32_t)__builtin_ctz(mask);
+    uint32_t id = lanes_u32(w, i->o[1])[lane], count = lanes_u32(w, i->o[2])[lane];
+    EACH(mask) if (lanes_u32(w, i->o[1])[l] != id) fail(BARRIER_DIVERGED, w, i, (int)l, 0, 0, w->index * 32 + lane);
+    /* Lanes of one warp must come to one and the same barrier. */
+    if (w->at_barrier && (w->barrier != i || w->barrier_id != id))
+        fail(BARRIER_DIVERGED, w, i, (int)lane, 0, 0, w->index * 32 + (uint32_t)__builtin_ctz(w->at_barrier));
+    if (!w->at_barrier) w->barrier_value = 0;
+    w->barrier = i;
+    w->barrier_id = id;
+    w->barrier_count = count;
+    w->barrier_value |= (*predicate(w, i->o[3]) ^ (uint32_t)i->immediate) & mask;
+    leave_at(w, mask, w->pc);
+    w->at_barrier |= mask;
+    w->ready &= ~mask;
+    w->active &= ~mask;
+}
+
 static int open_barriers(void) {
     int opened = 0;
-    for (uint32_t id = 0; id < 16; id++) {
-        uint32_t there = 0, wanted = 0;
-        for (uint32_t i = 0; i < num_threads; i++)
-            if (threads[i].state == AT_BARRIER && threads[i].in[0] == id) {
-                there++;
-                wanted = threads[i].in[1] ? threads[i].in[1] : num_threads;
+    for (uint32_t n = 0; n < num_warps; n++) {
+        if (!warps[n].at_barrier) continue;
+        uint32_t id = warps[n].barrier_id, there = 0, true_there = 0;
+        uint32_t wanted = warps[n].barrier_count ? warps[n].barrier_count : num_threads;
+        for (uint32_t m = 0; m < num_warps; m++)
+            if (warps[m].at_barrier && warps[m].barrier_id == id) {
+                there += (uint32_t)__builtin_popcount(warps[m].at_barrier);
+                true_there += (uint32_t)__builtin_popcount(warps[m].barrier_value);
             }
-        if (!there || there != wanted) continue;
-        for (uint32_t i = 0; i < num_threads; i++) {
-            Thread *t = &threads[i];
-            if (t->state != AT_BARRIER || t->in[0] != id) continue;
-            t->state = READY;
+        if (there != wanted) continue;
+        for (uint32_t m = 0; m < num_warps; m++) {
+            Warp *w = &warps[m];
+            if (!w->at_barrier || w->barrier_id != id) continue;
+            uint32_t kind = w->barrier->kind, o = w->barrier->o[0], lanes = w->at_barrier;
+            if (kind == BAR_POPC) EACH(lanes) lanes_u32(w, o)[l] = true_there;
+            if (kind == BAR_AND) put_predicate(w, o, lanes, true_there == there ? EVERY : 0);
+            if (kind == BAR_OR) put_predicate(w, o, lanes, true_there ? EVERY : 0);
+            w->ready |= lanes;
+            w->at_barrier = 0;
         }
         opened = 1;
     }
-    epoch += (uint32_t)opened;
+    if (opened) {
+        barrier_stamp = ++last_stamp;
+        for (uint32_t n = 0; n < num_warps; n++) warps[n].stamp = ++last_stamp;
+    }
     return opened;
 }
 
-static void run_block(uint32_t *warps, uint32_t num_warps, uint32_t *seed) {
-    for (uint32_t i = 0; i < num_warps; i++) warps[i] = L->order == 1 ? num_warps - 1 - i : i;
-    memset(shared_memory, 0xa5, L->shared_bytes);
-    memset(halves, 0, (L->shared_bytes / 2 + 1) * sizeof(Half));
-    epoch = 1;
-    for (uint32_t i = 0; i < num_threads; i++) {
-        threads[i].state = READY;
-        threads[i].resume = 0;
-        threads[i].group = threads[i].num_copies = 0;
+/* ---- what lanes do together ---- */
+
+/* The lanes that i needs, if those in `group`, which are there, are the last of them; else 0, and these wait. */
+static uint32_t meet(Warp *w, const Instruction *i, uint32_t group, uint32_t needed) {
+    uint32_t here = group, lane = (uint32_t)__builtin_ctz(group);
+    needed &= w->exists;
+    if (!(needed & group)) fail(BAD_LANE, w, i, (int)lane, needed, 0, lane);
+    if ((here & needed) != needed) {
+        EACH(w->waiting) if (w->lane_pc[l] == w->pc - 1 && w->needed[l] == needed) here |= 1u << l;
+        uint32_t gone = needed & ~here & ~(w->ready | w->waiting);
+        if (gone) fail(WARP_DIVERGED, w, i, (int)lane, needed, 0, w->index * 32 + (uint32_t)__builtin_ctz(gone));
     }
-    for (;;) {
-        if (L->order == 2)
-            for (uint32_t i = num_warps; i > 1; i--) {
-                *seed = *seed * 1664525u + 1013904223u;
-                uint32_t j = (*seed >> 8) % i, other = warps[j];
-                warps[j] = warps[i - 1];
-                warps[i - 1] = other;
-            }
-        for (uint32_t i = 0; i < num_warps; i++) {
-            uint32_t first = 32 * warps[i], rest = num_threads - first;
-            run_warp(threads + first, rest < 32 ? rest : 32);
+    if ((here & needed) == needed) {
+        w->waiting &= ~needed;
+        w->ready |= needed;
+        w->active |= needed;
+        return needed;
+    }
+    leave_at(w, group, w->pc - 1);
+    EACH(group) w->needed[l] = needed;
+    w->waiting |= group;
+    w->ready &= ~group;
+    w->active &= ~group;
+    return 0;
+}
+
+/* Takes lanes with one member mask out of *todo; those of the mask if they are all there now, else 0. */
+static uint32_t next_group(Warp *w, const Instruction *i, const uint32_t *masks, uint32_t *todo) {
+    uint32_t needed = masks[__builtin_ctz(*todo)], group = 0;
+    EACH(*todo) {
+        if (masks[l] != needed) continue;
+        group |= 1u << l;
+        if (!(needed >> l & 1)) fail(BAD_LANE, w, i, (int)l, needed, 0, l);
+    }
+    *todo &= ~group;
+    return meet(w, i, group, needed);
+}
+#define TOGETHER(masks)                                                                              \
+    for (uint32_t todo_ = mask, members; todo_ && (members = next_group(w, i, masks, &todo_), 1);)   \
+        if (members)
+
+void bar_warp_sync(Warp *w, const Instruction *i, uint32_t mask) {
+    const uint32_t *masks = place(w, i->o[0]);
+    TOGETHER(masks) w->stamp = ++last_stamp;
+}
+
+/* o: result, value, lane or distance, clamp and segment, members; then the predicate that it was in range. */
+enum { SHFL_UP, SHFL_DOWN, SHFL_BFLY, SHFL_IDX };
+void shfl(Warp *w, const Instruction *i, uint32_t mask) {
+    const uint32_t *value = place(w, i->o[1]), *bs = place(w, i->o[2]), *cs = place(w, i->o[3]);
+    const uint32_t *masks = place(w, i->o[4]);
+    uint32_t *d = place(w, i->o[0]);
+    TOGETHER(masks) {
+        uint32_t result[32], in_range = 0;
+        EACH(members) {
+            uint32_t b = bs[l] & 31, clamp = cs[l] & 31, segment = cs[l] >> 8 & 31;
+            uint32_t low = l & segment, high = low | (clamp & ~segment);
+            int32_t from = i->kind == SHFL_UP     ? (int32_t)(l - b)
+                           : i->kind == SHFL_DOWN ? (int32_t)(l + b)
+                           : i->kind == SHFL_BFLY ? (int32_t)(l ^ b)
+                                                  : (int32_t)(low | (b & ~segment));
+            int valid = i->kind == SHFL_UP ? from >= (int32_t)high : from <= (int32_t)high;
+            if (!valid) from = (int32_t)l;
+            if (!(members >> from & 1)) fail(BAD_LANE, w, i, (int)l, members, 0, (uint32_t)from);
+            result[l] = value[from];
+            in_range |= (uint32_t)valid << l;
         }
-        if (open_barriers()) continue;
-        for (uint32_t i = 0; i < num_threads; i++)
-            if (threads[i].state == AT_BARRIER) {
-                uint32_t other = 0;
-                while (other < num_threads && threads[other].state == AT_BARRIER) other++;
-                fail(BARRIER_DIVERGED, &threads[i], threads[i].pc, 0, 0, other);
-            }
-        return;
+        EACH(members) d[l] = result[l];
+        put_predicate(w, i->o[5], members, in_range);
     }
+}
+
+/* o: result, predicate, members. immediate: what the predicate is XORed with. */
+enum { VOTE_ALL, VOTE_ANY, VOTE_UNI, VOTE_BALLOT };
+void vote(Warp *w, const Instruction *i, uint32_t mask) {
+    const uint32_t *masks = place(w, i->o[2]);
+    TOGETHER(masks) {
+        uint32_t yes = (*predicate(w, i->o[1]) ^ (uint32_t)i->immediate) & members;
+        if (i->kind == VOTE_BALLOT) {
+            uint32_t *d = place(w, i->o[0]);
+            EACH(members) d[l] = yes;
+        } else {
+            int truth = i->kind == VOTE_ALL ? yes == members : i->kind == VOTE_ANY ? yes != 0 : !yes || yes == members;
+            put_predicate(w, i->o[0], members, truth ? EVERY : 0);
+        }
+    }
+}
+
+/* o: result, value, members, predicate; size: bytes of the value; kind: 0 any, 1 all. */
+void match(Warp *w, const Instruction *i, uint32_t mask) {
+    const uint32_t *masks = place(w, i->o[2]), *narrow_ = place(w, i->o[1]);
+    const uint64_t *wide_ = place(w, i->o[1]);
+    uint32_t *d = place(w, i->o[0]);
+    TOGETHER(masks) {
+        uint64_t values[32];
+        uint32_t result[32];
+        EACH(members) values[l] = i->size == 8 ? wide_[l] : narrow_[l];
+        EACH(members) {
+            uint32_t same = 0;
+            for (uint32_t j = 0; j < 32; j++)
+                if (members >> j & 1 && values[j] == values[l]) same |= 1u << j;
+            result[l] = i->kind && same != members ? 0 : same;
+        }
+        EACH(members) d[l] = result[l];
+        if (i->kind) put_predicate(w, i->o[3], members, result[__builtin_ctz(members)] ? EVERY : 0);
+    }
+}
+
+/* o: result, value, members. */
+enum { REDUX_ADD, REDUX_AND, REDUX_OR, REDUX_XOR, REDUX_MIN_U, REDUX_MAX_U, REDUX_MIN_S, REDUX_MAX_S };
+void redux(Warp *w, const Instruction *i, uint32_t mask) {
+    const uint32_t *value = place(w, i->o[1]), *masks = place(w, i->o[2]);
+    uint32_t *d = place(w, i->o[0]);
+    TOGETHER(masks) {
+        uint32_t r = value[__builtin_ctz(members)];
+        EACH(members & (members - 1)) {
+            uint32_t x = value[l];
+            switch (i->kind) {
+            case REDUX_ADD: r += x; break;
+            case REDUX_AND: r &= x; break;
+            case REDUX_OR: r |= x; break;
+            case REDUX_XOR: r ^= x; break;
+            case REDUX_MIN_U: r = x < r ? x : r; break;
+            case REDUX_MAX_U: r = x > r ? x : r; break;
+            case REDUX_MIN_S: r = (int32_t)x < (int32_t)r ? x : r; break;
+            default: r = (int32_t)x > (int32_t)r ? x : r; break;
+            }
+        }
+        EACH(members) d[l] = r;
+    }
+}
+
+/* o: result or _, predicate, members: the lowest of them is elected. */
+void elect(Warp *w, const Instruction *i, uint32_t mask) {
+    const uint32_t *masks = place(w, i->o[2]);
+    uint32_t *d = place(w, i->o[0]);
+    TOGETHER(masks) {
+        uint32_t first = (uint32_t)__builtin_ctz(members);
+        EACH(members) d[l] = first;
+        put_predicate(w, i->o[1], members, 1u << first);
+    }
+}
+
+/* The lanes' words of an 8 x 8 matrix of 16-bit elements are its rows, one behind the other. */
+static void transpose(uint16_t *to, const uint16_t *from) {
+    for (int row = 0; row < 8; row++)
+        for (int column = 0; column < 8; column++) to[8 * row + column] = from[8 * column + row];
+}
+
+/* ldmatrix, stmatrix. o: matrices, then the address at o[8]; kind: bit 0, it has 8 bytes; bit 1: transposed. */
+void ldmatrix(Warp *w, const Instruction *i, uint32_t mask) {
+    if (!meet(w, i, mask, EVERY)) return;
+    uint64_t a[32];
+    uint16_t tile[4][64];
+    get_addresses(w, i->o[8], i->kind & 1, i->immediate, a);
+    for (uint32_t l = 0; l < 8 * i->count; l++)
+        memcpy(&tile[l / 8][l % 8 * 8], memory_at(SHARED, w, i, (int)l, a[l], 16, READ), 16);
+    for (uint32_t m = 0; m < i->count; m++) {
+        if (i->kind & 2) transpose(place(w, i->o[m]), tile[m]);
+        else memcpy(place(w, i->o[m]), tile[m], 128);
+    }
+}
+void stmatrix(Warp *w, const Instruction *i, uint32_t mask) {
+    if (!meet(w, i, mask, EVERY)) return;
+    uint64_t a[32];
+    get_addresses(w, i->o[8], i->kind & 1, i->immediate, a);
+    for (uint32_t m = 0; m < i->count; m++) {
+        uint16_t tile[64];
+        if (i->kind & 2) transpose(tile, place(w, i->o[m]));
+        else memcpy(tile, place(w, i->o[m]), 128);
+        for (uint32_t l = 8 * m; l < 8 * m + 8; l++)
+            memcpy(memory_at(SHARED, w, i, (int)l, a[l], 16, WRITE), &tile[l % 8 * 8], 16);
+    }
+}
+void movmatrix(Warp *w, const Instruction *i, uint32_t mask) {
+    if (!meet(w, i, mask, EVERY)) return;
+    uint16_t tile[64];
+    memcpy(tile, place(w, i->o[1]), 128);
+    transpose(place(w, i->o[0]), tile);
+}
+
+/* mma m16n8: D = A B + C, D and C float32. size: bytes of an element of A and B, width: its depth k; kind: format.
+   o: D, A, B, C. PTX ISA, 9.7.14.5: lane 4 g + t has row g of A and column g of B, elements 2 t and 2 t + 1 of 16
+   bits or element t of 32, so that a register is 8 rows of 16 bytes, of A or of B transposed. */
+enum { MMA_BF16, MMA_F16, MMA_TF32 };
+static void mma_fragment(float *rows, int stride, const Warp *w, uint32_t o, uint32_t kind) {
+    const uint16_t *halves_ = place(w, o);
+    const uint32_t *words = place(w, o);
+    for (int row = 0; row < 8; row++) {
+        float *to = rows + row * stride;
+        if (kind == MMA_TF32) for (int n = 0; n < 4; n++) to[n] = f32_of(words[4 * row + n] & 0xffffe000u);
+        else if (kind == MMA_BF16) for (int n = 0; n < 8; n++) to[n] = bf16_of(halves_[8 * row + n]);
+        else for (int n = 0; n < 8; n++) to[n] = f16_of(halves_[8 * row + n]);
+    }
+}
+void mma(Warp *w, const Instruction *i, uint32_t mask) {
+    if (!meet(w, i, mask, EVERY)) return;
+    float a[16][16], transposed_b[8][16], b[16][8], c[16][8];
+    uint32_t across = 16 / i->size, parts = i->width / across, o = 4;
+    for (uint32_t part = 0; part < parts; part++)
+        for (uint32_t half = 0; half < 2; half++) mma_fragment(&a[8 * half][across * part], 16, w, i->o[o++], i->kind);
+    for (uint32_t part = 0; part < parts; part++)
+        mma_fragment(&transposed_b[0][across * part], 16, w, i->o[o++], i->kind);
+    for (uint32_t k = 0; k < i->width; k++)
+        for (int n = 0; n < 8; n++) b[k][n] = transposed_b[n][k];
+    for (int r = 0; r < 4; r++) {
+        const float *from = place(w, i->o[o + (uint32_t)r]);
+        for (int l = 0; l < 32; l++) c[l / 4 + r / 2 * 8][l % 4 * 2 + r % 2] = from[l];
+    }
+    for (int row = 0; row < 16; row++)
+        for (uint32_t k = 0; k < i->width; k++)
+            for (int n = 0; n < 8; n++) c[row][n] += a[row][k] * b[k][n];
+    for (int r = 0; r < 4; r++) {
+        float *to = place(w, i->o[r]);
+        for (int l = 0; l < 32; l++) to[l] = c[l / 4 + r / 2 * 8][l % 4 * 2 + r % 2];
+    }
+}
+
+/* ---- running ---- */
+
+/* The lanes furthest behind become the active ones. */
+static int choose(Warp *w) {
+    int32_t least = INT32_MAX, next = INT32_MAX;
+    uint32_t lanes = 0;
+    EACH(w->ready) {
+        int32_t pc = w->lane_pc[l];
+        if (pc < least) next = least, least = pc, lanes = 0;
+        else if (pc > least && pc < next) next = pc;
+        if (pc == least) lanes |= 1u << l;
+    }
+    w->active = lanes;
+    w->pc = least;
+    w->merge_at = next;
+    return lanes != 0;
+}
+
+static void run_warp(Warp *w) {
+    while (choose(w)) {
+        while (w->active && w->pc < w->merge_at) {
+            const Instruction *i = &L->code[w->pc++];
+            uint32_t mask = w->active & (*predicate(w, i->guard) ^ i->negated);
+            if (mask) i->run(w, i, mask);
+        }
+        leave_at(w, w->active, w->pc);
+    }
+    if (w->waiting) {
+        uint32_t lane = (uint32_t)__builtin_ctz(w->waiting);
+        uint32_t missing = w->needed[lane] & ~(1u << lane);
+        EACH(w->waiting) if (w->lane_pc[l] == w->lane_pc[lane]) missing &= ~(1u << l);
+        fail(WARP_DIVERGED, w, &L->code[w->lane_pc[lane]], (int)lane, w->needed[lane], 0,
+             w->index * 32 + (missing ? (uint32_t)__builtin_ctz(missing) : lane));
+    }
+}
+
+/* Position n of `count` in the launch's order; `seed` differs from turn to turn. */
+static uint32_t ordered(uint32_t n, uint32_t count, uint32_t seed) {
+    if (L->order == 0) return n;
+    if (L->order == 1) return count - 1 - n;
+    uint32_t step = seed % count | 1;
+    for (;;) { /* a step that shares no factor with count reaches all */
+        uint32_t a = step, b = count;
+        while (b) {
+            uint32_t rest = a % b;
+            a = b;
+            b = rest;
+        }
+        if (a == 1) break;
+        step += 2;
+    }
+    return (uint32_t)(((uint64_t)n * step + seed / 7) % count);
+}
+
+static void run_block(uint32_t *seed) {
+    block_stamp = barrier_stamp = ++last_stamp;
+    for (uint32_t n = 0; n < num_warps; n++) {
+        Warp *w = &warps[n];
+        w->ready = w->exists;
+        w->active = w->waiting = w->at_barrier = w->num_copies = w->carry = 0;
+        w->stamp = ++last_stamp;
+        memset(w->lane_pc, 0, sizeof w->lane_pc);
+        memset(w->group, 0, sizeof w->group);
+        for (int axis = 0; axis < 3; axis++) {
+            uint32_t *place_ = lanes_u32(w, (uint32_t)(CTAID + axis) * 128);
+            LANES(32) place_[l] = ctaid[axis];
+        }
+    }
+    do {
+        *seed = *seed * 1664525u + 1013904223u;
+        for (uint32_t n = 0; n < num_warps; n++) run_warp(&warps[ordered(n, num_warps, *seed >> 8)]);
+    } while (open_barriers());
+    for (uint32_t n = 0; n < num_warps; n++) {
+        Warp *w = &warps[n];
+        if (!w->at_barrier) continue;
+        uint32_t other = 0;
+        while (other < num_threads && warps[other / 32].at_barrier >> (other % 32) & 1) other++;
+        fail(BARRIER_DIVERGED, w, w->barrier, __builtin_ctz(w->at_barrier), 0, 0, other);
+    }
+}
+
+/* Memory that launches reuse: grown when one needs more, never given back. */
+static int grow(void **memory, size_t *have, size_t want) {
+    if (want <= *have) return 1;
+    free(*memory);
+    *have = 0;
+    *memory = aligned_alloc(1024, (want + 1023) / 1024 * 1024);
+    if (!*memory) return 0;
+    memset(*memory, 0, want);
+    *have = want;
+    return 1;
+}
+
+static int set_up(void) {
+    static size_t have_shared, have_halves, have_files, have_local;
+    static void *files, *local;
+    static uint32_t have_warps;
+    size_t local_bytes = (size_t)L->local_bytes * 32, file_bytes = L->file_bytes;
+    if (!grow((void **)&shared_memory, &have_shared, shared_bytes + 16) ||
+        !grow((void **)&halves, &have_halves, (shared_bytes / 2 + 16) * sizeof(Half)) ||
+        !grow(&files, &have_files, num_warps * file_bytes) || !grow(&local, &have_local, num_warps * local_bytes + 16))
+        return 0;
+    if (num_warps > have_warps) {
+        Warp *more = aligned_alloc(64, num_warps * sizeof(Warp));
+        if (!more) return 0;
+        memset(more, 0, num_warps * sizeof(Warp));
+        if (have_warps) memcpy(more, warps, have_warps * sizeof(Warp)); /* for their `copies` */
+        free(warps);
+        warps = more;
+        have_warps = num_warps;
+    }
+    if (last_stamp > 1u << 31) {
+        memset(halves, 0, have_halves);
+        last_stamp = 0;
+    }
+    for (uint32_t n = 0; n < num_warps; n++) {
+        Warp *w = &warps[n];
+        uint32_t here = num_threads - 32 * n < 32 ? num_threads - 32 * n : 32;
+        w->index = n;
+        w->exists = here == 32 ? EVERY : (1u << here) - 1;
+        w->bases[0] = (uint8_t *)files + n * file_bytes;
+        w->bases[1] = (uint8_t *)L->constants;
+        w->local = (uint8_t *)local + n * local_bytes;
+        uint32_t(*special)[32] = place(w, 0);
+        for (uint32_t l = 0; l < 32; l++) {
+            uint32_t t = 32 * n + l;
+            special[TID][l] = t % L->block[0];
+            special[TID + 1][l] = t / L->block[0] % L->block[1];
+            special[TID + 2][l] = t / (L->block[0] * L->block[1]);
+            for (int axis = 0; axis < 3; axis++) {
+                special[NTID + axis][l] = L->block[axis];
+                special[NCTAID + axis][l] = L->grid[axis];
+            }
+            special[LANEID][l] = l;
+            special[WARPID][l] = n;
+            special[NWARPID][l] = num_warps;
+            special[LANEMASK_EQ][l] = 1u << l;
+            special[LANEMASK_LT][l] = (1u << l) - 1;
+            special[LANEMASK_LE][l] = (2u << l) - 1;
+            special[LANEMASK_GT][l] = ~((2u << l) - 1);
+            special[LANEMASK_GE][l] = ~((1u << l) - 1);
+            special[DYNAMIC_BYTES][l] = L->dynamic_bytes;
+            special[TOTAL_BYTES][l] = shared_bytes;
+        }
+    }
+    return 1;
 }
 
 /* 0, or 1 with what went wrong in *fault. */
@@ -527,34 +793,23 @@ int launch(const Launch *what, Fault *fault) {
     fault_out = fault;
     recent = 0;
     num_threads = L->block[0] * L->block[1] * L->block[2];
-    uint32_t num_warps = (num_threads + 31) / 32, seed = L->seed;
-    threads = calloc(num_threads, sizeof(Thread));
-    uint8_t *local = calloc(num_threads, LOCAL_BYTES + 16);
-    shared_memory = aligned_alloc(1024, (L->shared_bytes / 1024 + 1) * 1024);
-    halves = malloc((L->shared_bytes / 2 + 1) * sizeof(Half));
-    uint32_t *warps = malloc(num_warps * sizeof(uint32_t));
-    volatile int failed = !threads || !local || !shared_memory || !halves || !warps;
-    if (failed) fault->code = OUT_OF_MEMORY;
-    else if (setjmp(fault_jump)) failed = 1;
-    else {
-        for (uint32_t i = 0; i < num_threads; i++) {
-            Thread *t = &threads[i];
-            t->index = i;
-            t->tid[0] = i % L->block[0];
-            t->tid[1] = i / L->block[0] % L->block[1];
-            t->tid[2] = i / (L->block[0] * L->block[1]);
-            t->local = local + (size_t)i * (LOCAL_BYTES + 16);
-        }
-        for (ctaid[2] = 0; ctaid[2] < L->grid[2]; ctaid[2]++)
-            for (ctaid[1] = 0; ctaid[1] < L->grid[1]; ctaid[1]++)
-                for (ctaid[0] = 0; ctaid[0] < L->grid[0]; ctaid[0]++)
-                    run_block(warps, num_warps, &seed);
+    num_warps = (num_threads + 31) / 32;
+    shared_bytes = L->static_bytes + L->dynamic_bytes;
+    if (!set_up()) {
+        fault->code = OUT_OF_MEMORY;
+        return 1;
     }
-    for (uint32_t i = 0; threads && i < num_threads; i++) free(threads[i].copies);
-    free(threads);
-    free(local);
-    free(shared_memory);
-    free(halves);
-    free(warps);
-    return failed;
+    if (setjmp(fault_jump)) {
+        fesetround(FE_TONEAREST);
+        return 1;
+    }
+    uint32_t seed = L->seed, num_blocks = L->grid[0] * L->grid[1] * L->grid[2];
+    for (uint32_t n = 0; n < num_blocks; n++) {
+        uint32_t block = ordered(n, num_blocks, L->seed * 2654435761u >> 8);
+        ctaid[0] = block % L->grid[0];
+        ctaid[1] = block / L->grid[0] % L->grid[1];
+        ctaid[2] = block / (L->grid[0] * L->grid[1]);
+        run_block(&seed);
+    }
+    return 0;
 }

@@ -1,122 +1,74 @@
-"""Launches translated kernels on host memory, and says where one of them went wrong.
+"""Runs the kernels of a PTX module on host memory, and says where one of them went wrong.
 
-    memory = Memory()
-    pointer = memory.add(array, "out")        address of a NumPy array kernels may touch
-    memory.poison(array[3:], UNDEFINED)       an error to read it before it is written
-    memory.poison(array[5], NO_ACCESS)        an error to touch it
+    memory = Memory()                                     see memory.py
     function = Module.from_ptx(text, memory).function(name)
     function.launch(grid, block, args, shared_bytes=0, order=REVERSE)
 
 Arguments are pointers (int), NumPy scalars, int (as the parameter is wide) or float; or bytes, as
-they lie in memory.
+they lie in memory, which is quickest. How a kernel is run: program.py and runtime.c.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import os
 import struct
-import subprocess
-import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-from cuengine.device.emulated.ptx import Kernel, PtxModule, parse
-from cuengine.device.emulated.translate import Translation
-from cuengine.errors import CuengineError
-from cuengine.paths import cache_dir
+from cuengine.device.emulated import machine
+from cuengine.device.emulated.instructions import width
+from cuengine.device.emulated.memory import (
+    NO_ACCESS,
+    UNDEFINED,
+    Array,
+    KernelFault,
+    Memory,
+    address_of,
+)
+from cuengine.device.emulated.program import assemble
+from cuengine.device.emulated.ptx import Kernel, Param, PtxError, PtxModule, Variable, parse
 
-NO_ACCESS, UNDEFINED = 1, 2
+__all__ = ["FORWARD", "NO_ACCESS", "REVERSE", "SHUFFLED", "UNDEFINED", "Array", "Function",
+           "KernelFault", "Memory", "Module", "PtxError"]  # fmt: skip
+
 FORWARD, REVERSE, SHUFFLED = 0, 1, 2
-Array = npt.NDArray[Any]
+"""Orders of blocks, and of the warps of a block."""
 
 _FAULTS = {
     1: "access outside every allocation", 2: "access to memory that is not the kernel's",
     3: "read of memory never written", 4: "misaligned access",
     5: "access outside the shared memory of the launch", 6: "read of shared memory never written",
     7: "shared memory touched while cp.async is on its way there: wait for its group first",
-    8: "race: another warp wrote this shared memory since the last barrier",
-    9: "race: another warp read this shared memory since the last barrier",
+    8: "race: another thread wrote this shared memory since the last barrier",
+    9: "race: another thread read this shared memory since the last barrier",
     10: "barrier that not all threads reach", 11: "warp instruction that not all its lanes reach",
     12: "lane outside the mask of the warp instruction", 13: "trap",
     14: "access outside the thread's local memory", 15: "the host is out of memory",
 }  # fmt: skip
 
-
-class KernelFault(CuengineError):
-    """A kernel did what a GPU may hide: where, which thread, which address."""
-
-
-class _Allocation(ctypes.Structure):
-    _fields_ = [("base", ctypes.c_uint64), ("size", ctypes.c_uint64), ("shadow", ctypes.c_void_p)]
-
-
-class _Launch(ctypes.Structure):
-    _fields_ = [("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3),
-                ("shared_bytes", ctypes.c_uint32), ("dynamic_offset", ctypes.c_uint32),
-                ("order", ctypes.c_uint32), ("seed", ctypes.c_uint32),
-                ("allocations", ctypes.c_void_p), ("num_allocations", ctypes.c_uint64),
-                ("params", ctypes.c_char_p)]  # fmt: skip
-
-
-class _Fault(ctypes.Structure):
-    _fields_ = [("code", ctypes.c_int32), ("pc", ctypes.c_int32), ("block", ctypes.c_uint32 * 3),
-                ("thread", ctypes.c_uint32), ("other", ctypes.c_uint32),
-                ("address", ctypes.c_uint64), ("size", ctypes.c_uint64)]  # fmt: skip
-
-
-class Memory:
-    """What kernels may touch: NumPy arrays, each with one byte of shadow per byte."""
-
-    def __init__(self) -> None:
-        self.allocations: dict[int, tuple[Array | None, npt.NDArray[np.uint8], str]] = {}
-
-    def add(self, array: Array, name: str = "array") -> int:
-        """Its address. The array is kept until `remove`."""
-        if not array.flags.c_contiguous:
-            raise ValueError(f"{name} is not contiguous: kernels see addresses, not strides")
-        address = int(array.ctypes.data)
-        self.allocations[address] = (array, np.zeros(array.nbytes, np.uint8), name)
-        return address
-
-    def remove(self, address: int) -> None:
-        del self.allocations[address]
-
-    def poison(self, view: Array, how: int = UNDEFINED) -> None:
-        """Marks the bytes of a contiguous view of an array that was added; 0 lifts it."""
-        start = int(view.ctypes.data)
-        for base, (_, shadow, _) in self.allocations.items():
-            if base <= start and start + view.nbytes <= base + len(shadow):
-                shadow[start - base : start - base + view.nbytes] = how
-                return
-        raise ValueError("not in an allocation")
-
-    def add_bytes(self, address: int, size: int, name: str) -> None:
-        self.allocations[address] = (None, np.zeros(size, np.uint8), name)
-
-    def table(self) -> ctypes.Array[_Allocation]:
-        rows = [(b, len(s), s.ctypes.data) for b, (_, s, _) in sorted(self.allocations.items())]
-        return (_Allocation * max(1, len(rows)))(*(_Allocation(*row) for row in rows))
-
-    def describe(self, address: int) -> str:
-        """Which allocation an address is in, or follows."""
-        below = [base for base in self.allocations if base <= address]
-        if not below:
-            return "below every allocation"
-        base = max(below)
-        _, shadow, name = self.allocations[base]
-        return f"byte {address - base} of {name}, which has {len(shadow)}"
+_one_launch = threading.Lock()  # the machine's state is static
 
 
 class Module:
+    """The kernels of one PTX text, and its variables, in one memory."""
+
     def __init__(self, ptx: PtxModule, memory: Memory) -> None:
         self.ptx, self.memory = ptx, memory
+        self.variables: dict[str, Array] = {}
+        self.symbols: dict[str, int] = {}
+        """Addresses of variables in global and constant memory."""
+        for v in ptx.variables:
+            if v.space in ("global", "const"):
+                array = np.zeros(max(v.size, 1) + v.align, np.uint8)
+                skip = -address_of(array) % v.align
+                array = array[skip : skip + max(v.size, 1)]
+                array[: len(v.data)] = np.frombuffer(v.data, np.uint8)
+                self.variables[v.name] = array
+                self.symbols[v.name] = memory.add(array, v.name)
 
     @classmethod
     def from_ptx(cls, text: str, memory: Memory) -> Module:
@@ -124,24 +76,50 @@ class Module:
         return cls(parse(text), memory)
 
     def function(self, name: str, *, sanitize: bool = False) -> Function:
-        """Translated and compiled, or from the cache. sanitize: with -fsanitize=undefined and -g.
+        """sanitize: on a machine built with -fsanitize=undefined and -g.
 
-        Raises PtxError for an instruction that is not known; CuengineError where gcc is missing.
+        Raises KeyError where the module has no such kernel; PtxError for an instruction that is
+        not known; CuengineError where gcc is missing.
         """
         return Function(self, self.ptx.kernels[name], sanitize)
 
 
+def _lay_out(variables: Sequence[Variable]) -> tuple[dict[str, int], int]:
+    """Offsets of variables one behind the other, and bytes of them all, a multiple of 16."""
+    offsets, end = {}, 0
+    for v in variables:
+        end = -(-end // v.align) * v.align
+        offsets[v.name] = end
+        end += v.size
+    return offsets, -(-end // 16) * 16
+
+
 class Function:
+    """A kernel that can be launched. static_bytes: of shared memory, before the launch's own."""
+
     def __init__(self, module: Module, kernel: Kernel, sanitize: bool) -> None:
         self.module, self.kernel = module, kernel
-        translation = Translation(module.ptx, kernel)
-        self.static_bytes = translation.static_bytes
-        self._library = ctypes.CDLL(str(_compile(translation.code, sanitize)))
-        self._lock = threading.Lock()
-        for variable in translation.globals:
-            symbol = f"v_{variable.name.replace('$', '_')}"
-            place = (ctypes.c_uint8 * variable.size).in_dll(self._library, symbol)
-            module.memory.add_bytes(ctypes.addressof(place), variable.size, variable.name)
+        used = {o.strip("[]{} ").split("+")[0] for i in kernel.instructions for o in i.operands}
+        shared = [
+            v
+            for v in [*module.ptx.variables, *kernel.variables]
+            if v.space == "shared" and v.name in used
+        ]
+        local = [v for v in [*module.ptx.variables, *kernel.variables] if v.space == "local"]
+        shared_offsets, self.static_bytes = _lay_out([v for v in shared if v.size])
+        local_offsets, local_bytes = _lay_out(local)
+        dynamic = {v.name: self.static_bytes for v in shared if not v.size}
+        self._program = assemble(
+            kernel, {**module.symbols, **shared_offsets, **dynamic, **local_offsets}
+        )
+        self._launch = machine.load(self._program, sanitize)
+        self._packer = _packer(kernel.params)
+        self._what = what = machine.Launch()
+        what.static_bytes, what.local_bytes = self.static_bytes, local_bytes
+        what.file_bytes = self._program.file_bytes
+        what.code = address_of(self._program.records)
+        what.constants = address_of(self._program.constants)
+        self._fault = machine.Fault()
 
     def launch(
         self,
@@ -152,44 +130,32 @@ class Function:
         order: int = FORWARD,
         seed: int = 1,
     ) -> None:
-        """Runs to the end. Raises KernelFault."""
-        table = self.module.memory.table()
-        what = _Launch(
-            grid, block, self.static_bytes + shared_bytes, self.static_bytes, order, seed,
-            ctypes.addressof(table), len(self.module.memory.allocations), self._params(args),
-        )  # fmt: skip
-        fault = _Fault()
-        with self._lock:
-            failed = self._library.launch(ctypes.byref(what), ctypes.byref(fault))
-        if failed:
-            raise KernelFault(self._describe(fault, block))
+        """Runs to the end. Raises KernelFault; ValueError for arguments that don't fit."""
+        what, params = self._what, self._pack(args)
+        with _one_launch:
+            table = self.module.memory.table()
+            what.grid, what.block = grid, block
+            what.params = params
+            what.dynamic_bytes, what.order, what.seed = shared_bytes, order, seed
+            what.allocations, what.num_allocations = address_of(table), len(table)
+            if self._launch(ctypes.byref(what), ctypes.byref(self._fault)):
+                raise KernelFault(self._describe(self._fault, block))
 
-    def _params(self, args: Sequence[Any] | bytes) -> bytes:
+    def _pack(self, args: Sequence[Any] | bytes) -> bytes:
         if isinstance(args, bytes):
-            size = sum(self.kernel.params[-1][1:]) if self.kernel.params else 0
-            if len(args) != size:
+            if len(args) != self._packer.size:
                 raise ValueError(
-                    f"{self.kernel.name} takes {size} bytes of arguments, not {len(args)}"
+                    f"{self.kernel.name} takes {self._packer.size} bytes of arguments, "
+                    f"not {len(args)}"
                 )
             return args
-        if len(args) != len(self.kernel.params):
-            raise ValueError(
-                f"{self.kernel.name} takes {len(self.kernel.params)} arguments, not {len(args)}"
-            )
-        last = self.kernel.params[-1] if args else ("", 0, 0)
-        data = bytearray(last[1] + last[2])
-        for value, (_, offset, size) in zip(args, self.kernel.params, strict=True):
-            if isinstance(value, np.generic):
-                raw = value.tobytes()
-            elif isinstance(value, float):
-                raw = struct.pack("<f" if size == 4 else "<d", value)
-            else:
-                raw = (int(value) % (1 << 8 * size)).to_bytes(size, "little")
-            data[offset : offset + size] = raw
-        return bytes(data)
+        params = self.kernel.params
+        if len(args) != len(params):
+            raise ValueError(f"{self.kernel.name} takes {len(params)} arguments, not {len(args)}")
+        return self._packer.pack(*map(_fit, args, params))
 
-    def _describe(self, fault: _Fault, block: tuple[int, int, int]) -> str:
-        instruction = self.kernel.instructions[fault.pc]
+    def _describe(self, fault: machine.Fault, block: tuple[int, int, int]) -> str:
+        instruction = self._program.instructions[fault.pc]
         number, line = instruction.source
         file = Path(self.module.ptx.files.get(number, "PTX")).name
         t = fault.thread
@@ -202,7 +168,9 @@ class Function:
         address = int(fault.address)
         if fault.code <= 3 or (fault.code == 4 and ".shared" not in instruction.opcode):
             text += f", address {address:#x}: {self.module.memory.describe(address)}"
-        elif fault.code <= 9:
+        elif fault.code in (8, 9):
+            text += f", shared byte {address}, other thread {fault.other}"
+        elif fault.code <= 7:
             text += f", shared byte {address}"
         elif fault.code in (11, 12):
             text += f", mask {address:#010x}, other thread {fault.other}"
@@ -211,30 +179,30 @@ class Function:
         return text
 
 
-def _compile(code: str, sanitize: bool) -> Path:
-    """The shared library of this C, compiled unless it lies in the cache."""
-    flags = ["-O2", "-shared", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "-w"]
-    cpu = Path("/proc/cpuinfo")
-    features = cpu.read_text() if cpu.is_file() else ""
-    flags += [f"-m{name}" for name in ("fma", "f16c") if f" {name} " in features]
-    if sanitize:
-        flags += ["-g", "-fsanitize=undefined"]
-    try:
-        version = subprocess.run(["gcc", "-dumpfullversion"], capture_output=True, check=True)
-    except FileNotFoundError:
-        raise CuengineError("the emulated device needs gcc: install it, or take cpu") from None
-    key = hashlib.sha256(code.encode() + version.stdout + " ".join(flags).encode()).hexdigest()
-    path = cache_dir() / "emulated" / f"{key[:24]}.so"
-    if path.is_file():
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        source, made = Path(folder) / "kernel.c", Path(folder) / "kernel.so"
-        source.write_text(code)
-        done = subprocess.run(
-            ["gcc", *flags, "-o", made, source, "-lm"], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise CuengineError(f"gcc failed on translated PTX: {done.stderr[:2000]}")
-        os.replace(made, path)
-    return path
+_CODES = {"b8": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "b16": "H", "b32": "I",
+          "b64": "Q", "s8": "B", "s16": "H", "s32": "I", "s64": "Q", "f32": "f",
+          "f64": "d"}  # fmt: skip
+
+
+def _packer(params: Sequence[Param]) -> struct.Struct:
+    """Arguments as they lie in memory; a struct passed by value is bytes."""
+    code, end = "<", 0
+    for p in params:
+        alone = p.size == width(p.kind)
+        code += "x" * (p.offset - end) + (_CODES[p.kind] if alone else f"{p.size}s")
+        end = p.offset + p.size
+    return struct.Struct(code)
+
+
+def _fit(value: Any, param: Param) -> Any:
+    """An argument as struct takes it: integers wrapped to the parameter's width."""
+    if param.kind[0] == "f":
+        return value
+    if isinstance(value, (np.generic, bytes)):
+        raw = value if isinstance(value, bytes) else value.tobytes()
+        if len(raw) > param.size:
+            raise ValueError(f"{param.name} has {param.size} bytes, its argument {len(raw)}")
+        if param.size != width(param.kind):
+            return raw
+        value = int.from_bytes(raw, "little")
+    return int(value) & ((1 << 8 * param.size) - 1)
