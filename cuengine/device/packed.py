@@ -46,7 +46,7 @@ _UNROLL = 4
 _LINE = 64
 """Bytes of a cache line, and the alignment of panels."""
 _LINES_AHEAD = _UNROLL * PANEL * 4 // _LINE // 4
-"""Cache lines of the next panel fetched per unrolled step: a quarter of a panel in every tile."""
+"""Cache lines of the next panel fetched per unrolled step: at most a quarter of it in every tile."""
 
 
 @intrinsic
@@ -59,15 +59,16 @@ def _tile(
     out: Any,
     width: Any,
     ahead: Any,
+    pace: Any,
 ) -> tuple[Any, Any]:
     """out[r, :PANEL] = sum over k of x[r, k] * panel[k, :PANEL], for r < rows <= ROWS.
 
-    x, panel, out are addresses; x has `depth` floats a row, out `width`. A quarter of a panel is
-    prefetched from the address `ahead`.
+    x, panel, out are addresses; x has `depth` floats a row, out `width`. `depth * pace` bytes are
+    prefetched from the address `ahead`; pace is at most PANEL.
     """
 
     def emit_rows(builder: Any, count: int, arguments: list[Any]) -> None:
-        x, depth, panel, out, width, ahead = arguments
+        x, depth, panel, out, width, ahead, pace = arguments
         x_rows = [at(builder, x, builder.mul(depth, I64(row))) for row in range(count)]
         unrolled = builder.and_(depth, I64(-_UNROLL))
 
@@ -86,8 +87,7 @@ def _tile(
             return added
 
         def add_unrolled(k: Any, sums: list[Any]) -> list[Any]:
-            floats_ahead = _LINES_AHEAD * _LINE // 4 // _UNROLL
-            line = at(builder, ahead, builder.mul(k, I64(floats_ahead)))
+            line = builder.add(ahead, builder.mul(k, pace))
             for number in range(_LINES_AHEAD):
                 prefetch(builder, builder.add(line, I64(number * _LINE)))
             for step in range(_UNROLL):
@@ -102,7 +102,7 @@ def _tile(
             position = builder.add(builder.mul(width, I64(row)), I64(vector * LANES))
             store(builder, total, at(builder, out, position))
 
-    return types.void(*[types.intp] * 7), switch_rows(ROWS, emit_rows)
+    return types.void(*[types.intp] * 8), switch_rows(ROWS, emit_rows)
 
 
 @njit("void(float32[:, ::1], float32[:, :, ::1])", parallel=True, cache=True)
@@ -125,6 +125,8 @@ def _linear(x: Float32, panels: Float32, out: Float32) -> None:
     width = out.shape[1]
     # Rows are spread evenly over the tiles: 13 rows are 7 and 6, not 12 and 1.
     num_tiles = (num_rows + ROWS - 1) // ROWS
+    # The next panel is fetched evenly over the tiles: asked for in a burst, it holds up the others.
+    pace = 4 * PANEL // max(4, num_tiles)
     for panel in prange(panels.shape[0]):
         column = panel * PANEL
         for index in range(num_tiles):
@@ -132,13 +134,13 @@ def _linear(x: Float32, panels: Float32, out: Float32) -> None:
             rows = (index + 1) * num_rows // num_tiles - row
             x_at = x.ctypes.data + 4 * row * depth
             panel_at = panels.ctypes.data + 4 * column * depth
-            ahead = panel_at + (4 + index % 4) * PANEL * depth
+            ahead = panel_at + (4 * PANEL + index * pace) * depth
             if column + PANEL <= width:
                 out_at = out.ctypes.data + 4 * (row * width + column)
-                _tile(rows, x_at, depth, panel_at, out_at, width, ahead)
+                _tile(rows, x_at, depth, panel_at, out_at, width, ahead, pace)
             else:
                 part = np.empty((ROWS, PANEL), np.float32)
-                _tile(rows, x_at, depth, panel_at, part.ctypes.data, PANEL, ahead)
+                _tile(rows, x_at, depth, panel_at, part.ctypes.data, PANEL, ahead, pace)
                 out[row : row + rows, column:] = part[:rows, : width - column]
 
 

@@ -56,19 +56,16 @@ def sample(
 
     Raises ModelError for logits that are NaN or +inf.
     """
-    maxima = logits.max(axis=1, initial=-np.inf)
-    check_finite(maxima)
+    best = logits.argmax(axis=1)
+    check_finite(logits[np.arange(len(logits)), best])
     targets = sampling.target_ids
     output = empty_output(sampling)
     reported = np.flatnonzero(sampling.num_logprobs >= 0)
     raw = logits[reported]
-    apply_constraints(logits, sampling)
-    output.token_ids[:] = targets
-    greedy = np.flatnonzero((targets < 0) & (sampling.temperature == 0))
-    if len(greedy) == len(logits):
-        output.token_ids[:] = logits.argmax(axis=1)
-    elif len(greedy):
-        output.token_ids[greedy] = logits[greedy].argmax(axis=1)
+    if has_constraints(sampling):
+        apply_constraints(logits, sampling)
+        best = logits.argmax(axis=1)
+    output.token_ids[:] = np.where(targets < 0, best, targets)
     drawn = np.flatnonzero((targets < 0) & (sampling.temperature != 0))
     if len(drawn):
         draw_rows(logits, drawn, sampling, output.token_ids)
@@ -99,6 +96,18 @@ def empty_output(sampling: SamplingBatch) -> SamplerOutput:
         top_ids=np.full((num_rows, width), -1, np.int32),
         top_logprobs=np.full((num_rows, width), np.nan, np.float32),
     )
+
+
+def has_constraints(sampling: SamplingBatch) -> bool:
+    """Whether any row's logits are changed before a token is taken."""
+    parts = (
+        sampling.allowed_mask,
+        sampling.bias_rows,
+        sampling.repetition_penalty,
+        sampling.presence_penalty,
+        sampling.frequency_penalty,
+    )
+    return any(part is not None for part in parts)
 
 
 def apply_constraints(logits: Float32, sampling: SamplingBatch) -> None:
