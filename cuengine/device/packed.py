@@ -46,7 +46,7 @@ _UNROLL = 4
 _LINE = 64
 """Bytes of a cache line, and the alignment of panels."""
 _LINES_AHEAD = _UNROLL * PANEL * 4 // _LINE // 4
-"""Cache lines of the next panel fetched per unrolled step: at most a quarter of it in every tile."""
+"""Cache lines of the next panel fetched per unrolled step: a tile fetches at most a quarter."""
 
 
 @intrinsic
