@@ -101,6 +101,12 @@ def run_part(name: str, path: Path, seed: int, *, dry: bool) -> None:
     report = Report(name, path)
     from check_target import Target
 
+    from cuengine.device.cuda.find import usable_gpu
+
+    usable, why = usable_gpu()
+    if not dry and not usable:
+        report.add(Row(name, ok=False, note=f"{why}; --dry-run needs no GPU"))
+        return
     target = Target(dry=dry, seed=seed)
     with report.trying(name):
         importlib.import_module(PARTS[name][0]).run(target, report)

@@ -19,8 +19,12 @@
 // (2 at head_dim 256); row_tiles = ceil(max_queries * group / 16). The rows, up to 16, are one tensor-core tile;
 // a group of one wastes 15 of 16 products, which costs nothing: the tensor cores wait for memory all the same. Each
 // warp goes through every 4th tile of 16 keys on its own, with two stages of K and V filled by cp.async and no
-// barrier between warps: 8 KB a warp in flight at head_dim 128, 96 KB on a multiprocessor with room for 3 blocks.
-// At the end the warps' results meet in shared memory.
+// barrier between warps. At the end the warps' results meet in shared memory.
+//
+// At head_dim 128 a tile is 8 KB, and shared memory has room for 3 blocks on a multiprocessor of 227 KB: at least
+// 96 KB are on their way at any time, where 4.8 TB/s over 132 multiprocessors with 1 us of latency need 36 KB. A warp
+// spends some 400 issue slots on a tile; a multiprocessor gets one every 390 cycles at that rate and has 4 slots a
+// cycle, so a quarter of them is used.
 //
 // paged_attention_decode_plain (fp32, older chips). The same grid, with tiles of 8 rows; see attention_plain.cuh.
 #include "include/attention_plain.cuh"
@@ -35,8 +39,15 @@ __host__ __device__ constexpr int decode_warps() {
     return kHeadDim > 128 ? 2 : 4;
 }
 
+// Blocks that a multiprocessor should have room for: no register more, and none less.
+template <int kHeadDim>
+__host__ __device__ constexpr int decode_blocks() {
+    return kHeadDim > 64 ? 3 : 5;
+}
+
 template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(decode_warps<kHeadDim>() * kWarpSize) paged_attention_decode(
+__global__ void __launch_bounds__(decode_warps<kHeadDim>() * kWarpSize, decode_blocks<kHeadDim>())
+paged_attention_decode(
     T* out, float* partial_out, float* partial_logs, const T* q, const T* kv_layer,
     const int* block_tables, const int* query_start_loc, const int* seq_lens, int num_tokens,
     int num_heads, int num_kv_heads, int num_blocks, int block_size, int max_blocks,
@@ -75,18 +86,28 @@ __global__ void __launch_bounds__(decode_warps<kHeadDim>() * kWarpSize) paged_at
     commit_copies();
 
     auto load_tile = [&](int first_key, int stage) {
+        // Eight keys from a multiple of 8 on are in one block, and their vectors one stretch of memory.
+        const int last_group = (range.end - 1) & ~7;
+        const char* upper = cache.find(min(first_key, last_group)) + lane * 16;
+        const char* lower = cache.find(min(first_key + 8, last_group)) + lane * 16 - 8 * kHeadDim * 2;
         const uint32 keys = stages + stage * 2 * kTileBytes;
+        static_assert(kDecodeKeys * Rows::kChunks % kWarpSize == 0, "a tile: whole turns of a warp");
 #pragma unroll
-        for (int i = lane; i < kDecodeKeys * Rows::kChunks; i += kWarpSize) {
-            const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
-            const int key = first_key + row;
+        for (int first = 0; first < kDecodeKeys * Rows::kChunks; first += kWarpSize) {
+            const int row = (first + lane) / Rows::kChunks, chunk = (first + lane) % Rows::kChunks;
             // What lies behind the last key is neither read nor left as it was: 0 * NaN would be NaN.
-            const int64 offset = cache.offset(min(key, range.end - 1)) + chunk * 8;
+            const bool valid = first_key + row < range.end;
+            const char* source = (row < 8 ? upper : lower) + first * 16;
             const uint32 target = keys + Rows::offset(row, chunk);
-            copy_async(target, cache.keys + offset, key < range.end);
-            copy_async(target + kTileBytes, cache.values + offset, key < range.end);
+            copy_async(target, source, valid);
+            copy_async(target + kTileBytes, source + cache.value_bytes, valid);
         }
     };
+    auto seen_by = [&](int row) {
+        row = first_row + min(row, num_rows - 1);
+        return min(queries.context + row / group + 1, range.end);
+    };
+    const int all_see = seen_by(0), seen[2] = {seen_by(lane / 4), seen_by(8 + lane / 4)};
 
     WarpAttention<T, kHeadDim, 1, kDecodeKeys> attention;
     attention.start();
@@ -102,14 +123,8 @@ __global__ void __launch_bounds__(decode_warps<kHeadDim>() * kWarpSize) paged_at
         wait_copies<1>();
         __syncwarp();
         const uint32 keys = stages + stage * 2 * kTileBytes;
-        const int first_visible = queries.context + first_row / group + 1;
-        auto visible = [&](int, int half) {
-            const int row = min(half * 8 + lane / 4, num_rows - 1);
-            return min(queries.context + (first_row + row) / group + 1, range.end) - first_key;
-        };
-        attention.step(shared_q, 0, keys, keys + kTileBytes,
-                       first_key + kDecodeKeys > min(first_visible, range.end), visible,
-                       scale * kLog2E);
+        attention.step(shared_q, keys, keys + kTileBytes, first_key + kDecodeKeys > all_see,
+                       [&](int, int half) { return seen[half] - first_key; }, scale * kLog2E);
         __syncwarp();  // the next turn copies into this stage
     }
     attention.finish();
@@ -122,7 +137,7 @@ __global__ void __launch_bounds__(decode_warps<kHeadDim>() * kWarpSize) paged_at
     for (int half = 0; half < 2; ++half) {
         const int row = half * 8 + lane / 4;
         if (lane % 4 == 0) {
-            warp_maximum[warp][row] = attention.maximum[0][half] * (scale * kLog2E);
+            warp_maximum[warp][row] = attention.reference[0][half] * (scale * kLog2E);
             warp_total[warp][row] = attention.total[0][half];
         }
         float* target = results + (warp * kDecodeRows + row) * kHeadDim + lane % 4 * 2;

@@ -11,11 +11,15 @@
 //
 // paged_attention_prefill (fp16, bf16; sm_80 and later). Grid: (num_heads, num_tiles), 4 warps. A row is a query,
 // a tile 128 of them (64 at head_dim 256): each warp has two 16-row tiles (one), so that what it reads of K and V
-// from shared memory feeds two tensor-core products. Keys come in tiles of 64 (32 from head_dim 80 on), K and V by cp.async into two
-// stages: one is on its way while the other is worked on. Tiles behind the last query are not read, and only
-// those on the diagonal or at the end are masked. At head_dim 128 it takes every register there is (two blocks on a
-// multiprocessor), and on sm_100 and later spills one. Does 4 * head_dim operations per query head, query and visible
-// key: bound by the tensor cores; K and V are read once per query head and tile, mostly from L2.
+// from shared memory feeds four tensor-core products. Keys come in tiles of 64 (32 from head_dim 80 on), K and V by
+// cp.async into two stages: one is on its way while the other is worked on, with one barrier a tile. Tiles behind a
+// warp's last query are skipped, and only those on the diagonal or at the end are masked.
+//
+// Does 4 * head_dim operations per query head, query and visible key: bound by the tensor cores. At head_dim 128 a
+// warp does 128 products (m16n8k16) on a tile of keys, and 48 matrix loads, 32 exponentials and some 400 other
+// instructions a lane: about 5 issue slots a product. It takes every register there is, so two blocks are on a
+// multiprocessor. Must move q, out, and K and V once per query head and tile of queries: from L2 mostly, where
+// 4 * head_dim * 128 operations come to 4 * head_dim bytes, 128 a byte.
 //
 // paged_attention_prefill_plain (fp32, older chips). Grid: (num_kv_heads, num_tiles), 4 warps. A row is a query and
 // a head of the group, a tile 16 of them; see attention_plain.cuh. Bound by float32 arithmetic and shared memory.
@@ -31,13 +35,14 @@ struct PrefillTile {
 };
 
 template <typename T, int kHeadDim>
-__global__ void __launch_bounds__(kAttentionThreads) paged_attention_prefill(
+__global__ void __launch_bounds__(kAttentionThreads, 2) paged_attention_prefill(
     T* out, const T* q, const T* kv_layer, const int* block_tables, const int* query_start_loc,
     const int* seq_lens, const int* tiles, int num_heads, int num_kv_heads, int num_blocks,
     int block_size, int max_blocks, float scale) {
     using Tile = PrefillTile<kHeadDim>;
     using Rows = SharedRows<kHeadDim>;
     constexpr int kKeys = Tile::kKeys;
+    static_assert(Tile::kQueries * Rows::kChunks % kAttentionThreads == 0, "queries: whole turns of all threads");
     extern __shared__ __align__(128) unsigned char shared[];
 
     const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
@@ -54,7 +59,8 @@ __global__ void __launch_bounds__(kAttentionThreads) paged_attention_prefill(
     const uint32 stages = shared_q + Rows::bytes(Tile::kQueries);
 
 #pragma unroll 4
-    for (int i = threadIdx.x; i < Tile::kQueries * Rows::kChunks; i += kAttentionThreads) {
+    for (int first = 0; first < Tile::kQueries * Rows::kChunks; first += kAttentionThreads) {
+        const int i = first + threadIdx.x;
         const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
         const int query = min(first_query + row, last_query);
         const int64 source = static_cast<int64>(queries.first_token + query) * num_heads + head;
@@ -63,42 +69,45 @@ __global__ void __launch_bounds__(kAttentionThreads) paged_attention_prefill(
     }
     auto load_tile = [&](int tile) {
         const uint32 keys = stages + tile % 2 * 2 * Tile::kStageBytes;
-#pragma unroll 4
-        for (int i = threadIdx.x; i < kKeys * Rows::kChunks; i += kAttentionThreads) {
+        // A count of turns that the compiler knows, so that it unrolls them without tests.
+#pragma unroll
+        for (int first = 0; first < kKeys * Rows::kChunks; first += kAttentionThreads) {
+            const int i = first + threadIdx.x;
+            if (first + kAttentionThreads > kKeys * Rows::kChunks && i >= kKeys * Rows::kChunks) break;
             const int row = i / Rows::kChunks, chunk = i % Rows::kChunks;
             const int key = tile * kKeys + row;
             // What lies behind the last key is neither read nor left as it was: 0 * NaN would be NaN.
-            const int64 offset = cache.offset(min(key, num_keys - 1)) + chunk * 8;
+            const char* source = cache.find(min(key, num_keys - 1)) + chunk * 16;
             const uint32 target = keys + Rows::offset(row, chunk);
-            copy_async(target, cache.keys + offset, key < num_keys);
-            copy_async(target + Tile::kStageBytes, cache.values + offset, key < num_keys);
+            copy_async(target, source, key < num_keys);
+            copy_async(target + Tile::kStageBytes, source + cache.value_bytes, key < num_keys);
         }
     };
 
     WarpAttention<T, kHeadDim, Tile::kRowTiles, kKeys> attention;
     attention.start();
     const int warp_row = warp * 16 * Tile::kRowTiles;
+    const int first_token = queries.first_token - queries.context;  // of position 0, were it in the batch
+    const uint32 warp_queries = shared_q + Rows::bytes(warp_row);
     // Keys that the first row of the warp sees; each further row sees one more.
     const int first_visible = queries.context + first_query + warp_row + 1;
 
     load_tile(0);
     commit_copies();
     for (int tile = 0; tile < num_tiles; ++tile) {
+        wait_copies<0>();
+        __syncthreads();  // the tile is there, and nobody works on the one before it any more
         if (tile + 1 < num_tiles) load_tile(tile + 1);
         commit_copies();
-        wait_copies<1>();
-        __syncthreads();
         const int first_key = tile * kKeys;
         const uint32 keys = stages + tile % 2 * 2 * Tile::kStageBytes;
-        const uint32 values = keys + Tile::kStageBytes;
         if (first_key < first_visible + 16 * Tile::kRowTiles - 1) {
             auto visible = [&](int m, int half) {
                 return first_visible - first_key + m * 16 + half * 8 + lane / 4;
             };
-            attention.step(shared_q, warp_row, keys, values, first_key + kKeys > first_visible, visible,
-                           scale * kLog2E);
+            attention.step(warp_queries, keys, keys + Tile::kStageBytes,
+                           first_key + kKeys > first_visible, visible, scale * kLog2E);
         }
-        __syncthreads();  // the next turn copies into this stage
     }
     attention.finish();
 
@@ -106,11 +115,12 @@ __global__ void __launch_bounds__(kAttentionThreads) paged_attention_prefill(
     for (int m = 0; m < Tile::kRowTiles; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-            const int query = first_query + warp_row + m * 16 + half * 8 + lane / 4;
-            if (query > last_query) continue;
+            // The query by its position: what the loop keeps anyway tells all about it.
+            const int position = first_visible - 1 + m * 16 + half * 8 + lane / 4;
+            if (position >= num_keys) continue;
+            const int64 token = first_token + position;
             const float inverse = 1.0f / attention.total[m][half];
-            T* target = out + (static_cast<int64>(queries.first_token + query) * num_heads + head) *
-                                  kHeadDim + lane % 4 * 2;
+            T* target = out + (token * num_heads + head) * kHeadDim + lane % 4 * 2;
 #pragma unroll
             for (int n = 0; n < kHeadDim / 8; ++n) {
                 *reinterpret_cast<uint32*>(target + n * 8) =

@@ -7,9 +7,10 @@ huggingface_hub takes a good part of a second to import; only fetching does it.
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from cuengine.model.config import read_model_config
 _SMALL_FILES = ["*.json", "*.jinja"]
 _WEIGHTS = ["*.safetensors"]
 _IGNORED = ["*/*", "consolidated*"]
+_ATTEMPTS = 5
+
+logger = logging.getLogger(__name__)
 
 
 def fetch_from_hub(
@@ -28,15 +32,15 @@ def fetch_from_hub(
 ) -> Path:
     """Folder with a model's config, tokenizer and safetensors; or its GGUF where it has no others.
 
-    `file` asks for one GGUF file of the repository. A broken connection is taken up again where it
-    broke; files that are here already are not fetched again. Raises ModelError.
+    `file` asks for one GGUF file of the repository. A download that breaks off goes on where it
+    broke, a few times; files that are here already are not fetched again. Raises ModelError.
     """
     with _hub_errors(name, file, revision):
         from huggingface_hub import hf_hub_download, snapshot_download
 
         if file is not None:
             with _bars(name, progress):
-                return Path(hf_hub_download(name, file, revision=revision))
+                return Path(_persistently(lambda: hf_hub_download(name, file, revision=revision)))
         with _bars(name, False):
             snapshot = Path(
                 snapshot_download(
@@ -49,16 +53,36 @@ def fetch_from_hub(
         if not any(path.endswith(".safetensors") and "/" not in path for path in files):
             gguf = _only_gguf(name, files)
             with _bars(name, progress and not (snapshot / gguf).exists()):
-                return Path(hf_hub_download(name, gguf, revision=commit))
+                return Path(_persistently(lambda: hf_hub_download(name, gguf, revision=commit)))
         _refuse_unsupported(name, snapshot)
         with _bars(name, progress and not any(snapshot.glob("*.safetensors"))):
-            snapshot_download(
-                name,
-                revision=commit,
-                allow_patterns=_SMALL_FILES + _WEIGHTS,
-                ignore_patterns=_IGNORED,
+            _persistently(
+                lambda: snapshot_download(
+                    name,
+                    revision=commit,
+                    allow_patterns=_SMALL_FILES + _WEIGHTS,
+                    ignore_patterns=_IGNORED,
+                )
             )
         return snapshot
+
+
+def _persistently(download: Callable[[], str]) -> str:
+    """Calls again after a download broke off: huggingface_hub keeps what has come and goes on from
+    there, but before its version 2 only in the next call.
+    """
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return download()
+        except (HfHubHTTPError, LocalEntryNotFoundError):
+            raise  # the hub has answered, or was never reached
+        except (OSError, _transport_error()) as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # of this machine, such as a full disk
+            logger.warning("The download broke off and goes on: %s", error)
+    return download()
 
 
 def _list_files(name: str, commit: str, snapshot: Path) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from check_report import Report
+from check_report import Report, Row
 from check_target import (
     Array,
     Target,
@@ -234,7 +234,7 @@ class _Bench:
     def block_copies(self) -> tuple[float, int]:
         """Seconds, and bytes read and written, of a copy of one half of a cache to the other."""
         device, sizes = self.device, self.sizes
-        blocks = sizes.turn_tokens // sizes.layers // self.size
+        blocks = min(sizes.turn_tokens, self._room()) // sizes.layers // self.size
         cache = self.cache(sizes.layers, blocks)
         half = blocks // 2
         order = self.random.permutation(half).astype(np.int32)
@@ -277,18 +277,32 @@ class _Bench:
                 note=f"{rate / 1e12:,.1f} TFLOP/s",
             )
 
+    def _room(self) -> int:
+        """Tokens of keys and values that a third of the GPU's memory holds."""
+        _, num_kv_heads, dim = self.sizes.heads
+        _, total = self.device.runtime.memory_info()
+        return total // 3 // (2 * num_kv_heads * dim * ITEM)
+
     def decode_attention(self) -> None:
+        assert self.report is not None
         sizes, size = self.sizes, self.size
         cache: DeviceArray = None
         layers = 0
+        turn_tokens = min(sizes.turn_tokens, self._room())
         # By memory that the cache of one layer needs, so that it is made twice at most.
         for batch, context in sorted(sizes.decode, key=lambda case: case[0] * case[1]):
             blocks = batch * -(-context // size)
-            wanted = sizes.layers if blocks * size * sizes.layers <= sizes.turn_tokens else 1
+            if blocks * size > turn_tokens:
+                note = "left out: its cache is more than a third of this GPU's memory"
+                self.report.add(
+                    Row(f"decode attention, batch {batch}, context {context}", note=note)
+                )
+                continue
+            wanted = sizes.layers if blocks * size * sizes.layers <= turn_tokens else 1
             if wanted != layers:
                 cache = None  # the old one goes before the new one comes
                 layers = wanted
-                cache = self.cache(layers, sizes.turn_tokens // layers // size)
+                cache = self.cache(layers, turn_tokens // layers // size)
             target_share = DECODE_SHARE if batch >= 64 and context >= 4096 else None
             self._decode(cache, layers, batch, context, target_share)
         assert cache is not None
@@ -296,7 +310,7 @@ class _Bench:
         if not self.target.dry:
             cache = None
             layers = sizes.layers
-            cache = self.cache(layers, sizes.turn_tokens // layers // size)
+            cache = self.cache(layers, turn_tokens // layers // size)
         self._decode(cache, layers, batch, context, None, contiguous=True)
 
     def _decode(

@@ -27,7 +27,7 @@ from cuengine import LLM, SamplingParams
 
 TRACE = Path(__file__).resolve().parent.parent / "data" / "sharegpt_lengths.json"
 TIMES_TRANSFORMERS = 14
-TRANSFORMERS_SECONDS = 90
+TRANSFORMERS_SECONDS = 50
 """For transformers' batches; its start and weights come on top."""
 
 

@@ -14,25 +14,27 @@ constexpr int kAttentionThreads = kAttentionWarps * kWarpSize;
 //   block_table   int32 [blocks of the sequence]
 template <typename T, int kHeadDim>
 struct PagedHead {
-    const T* keys;
-    const T* values;
+    const char* keys;
+    int64 value_bytes;  // from a key to its value
     const int* block_table;
-    int block_stride, block_shift, block_mask;  // block_size is a power of two
+    int block_bytes, block_shift, block_mask;  // block_size is a power of two
 
     __device__ PagedHead(const T* layer, const int* table, int kv_head, int num_kv_heads,
                          int num_blocks, int block_size) {
-        block_stride = num_kv_heads * block_size * kHeadDim;
-        keys = layer + static_cast<int64>(kv_head) * block_size * kHeadDim;
-        values = keys + static_cast<int64>(num_blocks) * block_stride;
+        const int head_bytes = block_size * kHeadDim * static_cast<int>(sizeof(T));
+        block_bytes = num_kv_heads * head_bytes;
+        keys = reinterpret_cast<const char*>(layer) + static_cast<int64>(kv_head) * head_bytes;
+        value_bytes = static_cast<int64>(num_blocks) * block_bytes;
         block_table = table;
         block_shift = __ffs(block_size) - 1;
         block_mask = block_size - 1;
     }
 
-    // Elements from `keys` or `values` to the vector of token `key`.
-    __device__ __forceinline__ int64 offset(int key) const {
-        return static_cast<int64>(block_table[key >> block_shift]) * block_stride +
-               (key & block_mask) * kHeadDim;
+    // The key of token `key`; its value is value_bytes further on. In bytes, so that what is a constant away from
+    // it costs no arithmetic.
+    __device__ __forceinline__ const char* find(int key) const {
+        return keys + static_cast<int64>(block_table[key >> block_shift]) * block_bytes +
+               (key & block_mask) * (kHeadDim * static_cast<int>(sizeof(T)));
     }
 };
 

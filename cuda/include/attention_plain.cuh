@@ -54,18 +54,19 @@ __device__ void attend_plain(
         visible[r] = queries.context + (first_row + warp * kRowsPerWarp + r) / group + 1;
     }
 
-    auto load_tile = [&](const T* source, int first_key, int count) {
+    auto load_tile = [&](int first_key, int count, int64 to_kind) {
         for (int i = threadIdx.x; i < count * kVectors; i += kAttentionThreads) {
             const int key = i / kVectors, column = i % kVectors * kVec;
+            const char* source = cache.find(first_key + key) + to_kind;
             store_vec(tile + key * kStride + column,
-                      load_vec(source + cache.offset(first_key + key) + column));
+                      load_vec(reinterpret_cast<const T*>(source) + column));
         }
     };
 
     for (int first_key = range.first; first_key < range.end; first_key += kPlainKeys) {
         const int count = min(kPlainKeys, range.end - first_key);
         __syncthreads();
-        load_tile(cache.keys, first_key, count);
+        load_tile(first_key, count, 0);
         __syncthreads();
 
         float scores[kRowsPerWarp] = {};
@@ -95,7 +96,7 @@ __device__ void attend_plain(
             for (int c = 0; c < kColumns; ++c) out[r][c] *= correction;
         }
         __syncthreads();
-        load_tile(cache.values, first_key, count);
+        load_tile(first_key, count, cache.value_bytes);
         __syncthreads();
         for (int key = 0; key < count; ++key) {
             float weights[kRowsPerWarp];

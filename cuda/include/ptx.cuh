@@ -1,8 +1,15 @@
 // The PTX instructions that C++ has no words for, each behind a small function: asynchronous copies to shared
-// memory, matrix loads from it, tensor-core products. sm_80 and later.
+// memory, matrix loads from it, tensor-core products (sm_80 and later), and 2^x as the hardware has it.
 #pragma once
 
 #include "common.cuh"
+
+// 2^x in one instruction, to 2 units in the last place; what exp2f makes of it takes care of denormals, too.
+__device__ __forceinline__ float exp2_approx(float x) {
+    float result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
+    return result;
+}
 
 __device__ __forceinline__ uint32 shared_address(const void* pointer) {
     return static_cast<uint32>(__cvta_generic_to_shared(pointer));
@@ -54,8 +61,7 @@ __device__ __forceinline__ void multiply_add(
 template <>
 __device__ __forceinline__ void multiply_add<bf16>(
     float (&sum)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -64,8 +70,7 @@ __device__ __forceinline__ void multiply_add<bf16>(
 template <>
 __device__ __forceinline__ void multiply_add<fp16>(
     float (&sum)[4], const uint32 (&a)[4], uint32 b0, uint32 b1) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};\n"
         : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));

@@ -72,7 +72,6 @@ def programs(dtype: str, head_dim: int, architecture: int) -> tuple[Program, ...
         Program(
             "sampling",
             "sampling.cu",
-            ("apply_constraints<fp32>", "report_logprobs<fp32>"),
-            ("sample_tokens",),
+            plain_kernels=("apply_constraints", "sample_tokens", "report_logprobs"),
         ),
     )

@@ -117,15 +117,16 @@ def test_a_result_out_of_bounds_or_not_a_number_is_wrong(
 def test_random_weights_follow_from_seed_and_name_alone() -> None:
     from random_model import Pool  # type: ignore[import-not-found]
 
-    weight = Pool(1).tensor("a.weight", (3, 5))
+    pool, other = Pool(1), Pool(2)
+    weight = pool.tensor("a.weight", (3, 5))
     assert np.array_equal(weight, Pool(1).tensor("a.weight", (3, 5)))
-    assert not np.array_equal(weight, Pool(1).tensor("b.weight", (3, 5)))
-    assert not np.array_equal(weight, Pool(2).tensor("a.weight", (3, 5)))
+    assert not np.array_equal(weight, pool.tensor("b.weight", (3, 5)))
+    assert not np.array_equal(weight, other.tensor("a.weight", (3, 5)))
     # Longer than the pool: it begins again.
-    long = Pool(1).tensor("a.weight", (2**13, 2**12))
+    long = pool.tensor("a.weight", (2**12 + 1, 2**12))
     values = (long.astype(np.uint32) << 16).view(np.float32)
     assert 0.019 < values.std() < 0.021
-    assert set(Pool(1).tensor("norm.weight", (4,)).tolist()) == {0x3F80}
+    assert set(pool.tensor("norm.weight", (4,)).tolist()) == {0x3F80}
 
 
 @pytest.mark.usefixtures("device_check")

@@ -16,16 +16,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cuengine.device.emulated.runtime import (
-    FORWARD,
-    NO_ACCESS,
-    REVERSE,
-    SHUFFLED,
-    UNDEFINED,
-    Function,
-    Memory,
-    Module,
-)
+from cuengine.device.emulated.memory import NO_ACCESS, UNDEFINED, Memory, address_of
+from cuengine.device.emulated.runtime import FORWARD, REVERSE, SHUFFLED, Function, Module
 from cuengine.device.kernel_cache import get_kernels
 from cuengine.device.kernel_variants import DTYPES, Program, programs
 from cuengine.device.nvrtc import NvrtcError
@@ -44,6 +36,9 @@ UNIT = {"fp32": 2.0**-24, "fp16": 2.0**-11, "bf16": 2.0**-8}
 """Half a unit in the last place of 1: what rounding to the type changes at most, relatively.
 bfloat16 has 8 bits of precision, float16 11, float32 24."""
 
+JUNK = 0xAB
+"""Bytes of a result that no kernel has written."""
+
 MEMORY = Memory()
 """Of all tests in the process, so that a translated kernel is loaded once."""
 
@@ -60,10 +55,9 @@ class Emulator:
     def result(self, shape: tuple[int, ...], dtype: Any, name: str = "out") -> Array:
         """An array that a kernel writes; to read an element of it before is an error."""
         array = np.empty(shape, dtype)
-        array.view(np.uint8)[...] = 0xAB
+        array.view(np.uint8)[...] = JUNK
         self.updated(array, name)
-        if array.size:
-            MEMORY.poison(array, UNDEFINED)
+        MEMORY.poison(array, UNDEFINED)
         return array
 
     def updated(self, array: Array, name: str) -> Array:
@@ -72,7 +66,7 @@ class Emulator:
         return array
 
     def forbid(self, view: Array) -> None:
-        """No kernel may touch this contiguous part of an array."""
+        """No kernel may touch this part of an array."""
         if view.size:
             base = view
             while base.base is not None:
@@ -82,8 +76,7 @@ class Emulator:
 
     def written(self, array: Array) -> bool:
         """Whether kernels have written all of a result."""
-        shadow = MEMORY.allocations[int(array.ctypes.data)][1]
-        return not shadow.any()
+        return not MEMORY.shadow(array).any()
 
     def launch(
         self,
@@ -121,11 +114,9 @@ class Emulator:
         return self._address(value, name) if isinstance(value, np.ndarray) else value
 
     def _address(self, array: Array, name: str) -> int:
-        address = int(array.ctypes.data)
-        known = MEMORY.allocations.get(address)
-        if known is not None and known[0] is not None and known[0].nbytes >= array.nbytes:
-            return address
-        return MEMORY.add(array, name)
+        """Of an array as a whole, which is added unless it is known."""
+        known = MEMORY.allocations.get(address_of(array))
+        return MEMORY.add(array, name) if known is None else address_of(array)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ The slim grid runs always; all variants run in `make accept`.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -38,11 +39,6 @@ specifications per compute capability."""
 HOT = ("paged_attention_decode", "paged_attention_prefill", "rotary_cache", "norm", "sampling")
 
 
-STATED_SPILLS = {"paged_attention_prefill": 8, "paged_attention_decode": 8, "sampling": 80}
-"""Bytes stored and loaded that are accepted: one register of attention, and in sample_tokens what
-ptxas for sm_100 leaves when it holds the kernel to 32 registers of its own accord."""
-
-
 @dataclass(frozen=True)
 class Usage:
     """What ptxas reports of one kernel."""
@@ -60,7 +56,9 @@ def nvrtc_of(major: int) -> Nvrtc:
         pytest.skip(f"needs the wheels {' and '.join(WHEELS[major])}")
 
 
+@functools.cache
 def compile_and_measure(nvrtc: Nvrtc, program: Program, architecture: int) -> list[Usage]:
+    """Once for each program: most are the same for all head sizes of a dtype, or for all dtypes."""
     path = kernel_source_dir() / program.source
     compiled = nvrtc.compile(
         path.read_text(),
@@ -103,8 +101,7 @@ def check(nvrtc: Nvrtc, dtype: str, head_dim: int, architecture: int, *only: str
             where = f"{usage.kernel} for sm_{architecture}"
             assert usage.registers <= 255
             if name in HOT and head_dim <= 128 and "plain" not in usage.kernel:
-                stated = STATED_SPILLS.get(name, 0)
-                assert usage.spills <= stated, f"{where} spills {usage.spills} bytes"
+                assert usage.spills == 0, f"{where} spills {usage.spills} bytes"
             # Registers of a multiprocessor: 65536, for blocks of up to 1024 threads.
             threads = launch.threads if launch else 1024 if name in ("norm", "sampling") else 256
             assert usage.registers * threads <= 65536, where

@@ -23,6 +23,8 @@ import pytest
 from fake_cupy import Gpu, make_cupy
 from numpy.typing import NDArray
 
+from cuengine import LLM, SamplingParams
+from cuengine.device import select
 from cuengine.device.cuda import cupy_runtime, find
 from cuengine.device.cuda.cublas import WORKSPACE_BYTES
 from cuengine.device.cuda.cupy_runtime import CupyModule, CupyRuntime
@@ -296,6 +298,30 @@ def test_the_cublas_handle_goes_with_the_runtime(
     del runtime
     gc.collect()
     assert library.stub_log().count(b"destroy") == before + 1
+
+
+def test_the_engine_makes_the_tokens_of_the_cpu_and_replays_graphs(
+    gpu: Gpu,
+    make_runtime: Callable[[], CupyRuntime],
+    tiny_model: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    norm_kernels()  # or skip
+    monkeypatch.setattr(cupy_runtime, "CupyRuntime", make_runtime)
+    monkeypatch.setattr(select, "usable_gpu", lambda: (True, "found a fake"), raising=False)
+    prompts: Any = [{"prompt_token_ids": list(range(3, 3 + n))} for n in (1, 5, 19)]
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=6)
+
+    def tokens(device: str) -> list[list[int]]:
+        llm = LLM(
+            str(tiny_model("gqa_default")), device=device, dtype="float32",
+            skip_tokenizer_init=True, max_model_len=64, max_num_seqs=4,
+            max_num_batched_tokens=16, num_blocks=20,
+        )  # fmt: skip
+        return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params)]
+
+    assert tokens("cuda") == tokens("cpu")
+    assert "graphLaunch" in gpu.calls
 
 
 # What is missing

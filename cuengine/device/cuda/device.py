@@ -87,6 +87,8 @@ class CudaDevice:
 
     def kv_cache_budget(self, gpu_memory_utilization: float) -> int:
         self.runtime.synchronize()
+        # The small one of the largest step makes room.
+        self._release_cache()
         free, total = self.runtime.memory_info()
         return max(0, int(total * gpu_memory_utilization) - (total - free))
 
@@ -149,15 +151,18 @@ class CudaDevice:
         """With one block more than asked for: what pads a step writes there."""
         self.prepare(shape)
         self._uploader.release()
-        # Graphs hold the address of the cache that they were captured with.
-        self._graphs.clear()
-        self._cache = None
+        self._release_cache()
         self._layout = CacheLayout(num_blocks + 1, block_size)
         self._cache = self.runtime.empty(
             (num_layers, 2, num_blocks + 1, shape.num_kv_heads, block_size, shape.head_dim),
             self._dtype,
         )
         return self._cache
+
+    def _release_cache(self) -> None:
+        """And the graphs, which hold its address."""
+        self._graphs.clear()
+        self._cache = None
 
     def allocate_host_cache(
         self, num_layers: int, num_blocks: int, block_size: int, shape: AttentionShape
@@ -276,7 +281,8 @@ class CudaDevice:
             _FLOAT,
             capacity=min(LOGITS_ROWS, self._limits.max_rows),
         )
-        self.runtime.gemm(out, hidden, weight)
+        if len(hidden):
+            self.runtime.gemm(out, hidden, weight)
         return out
 
     def rms_norm(self, x: DeviceArray, weight: DeviceArray, eps: float) -> DeviceArray:

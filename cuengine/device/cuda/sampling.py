@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cuengine.batch import SamplerOutput, SamplingBatch
+from cuengine.batch import PendingOutput, SamplerOutput, SamplingBatch
 from cuengine.device.cuda.kernels import KernelSet
 from cuengine.device.cuda.runtime import DeviceArray, Dim, Event, HostArray, Runtime
 from cuengine.device.cuda.staging import Staging, aligned
@@ -56,10 +56,12 @@ class Sampler:
         self._free: list[_Results] = []
         self.tokens: DeviceArray = runtime.empty((max_rows,), _INT)
 
-    def sample(self, logits: DeviceArray, sampling: SamplingBatch, first_row: int) -> Pending:
+    def sample(self, logits: DeviceArray, sampling: SamplingBatch, first_row: int) -> PendingOutput:
         """Queue all that it takes; the results are fetched later."""
         runtime = self._runtime
         num_rows, vocab = logits.shape
+        if num_rows == 0:  # in the middle of prompts
+            return empty_output(sampling)
         width = max(0, int(sampling.num_logprobs.max(initial=0)))
         reported = bool((sampling.num_logprobs >= 0).any())
         at = self._stage(sampling)
