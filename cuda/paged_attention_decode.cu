@@ -23,7 +23,7 @@
 //
 // At head_dim 128 a tile is 8 KB, and shared memory has room for 3 blocks on a multiprocessor of 227 KB: at least
 // 96 KB are on their way at any time, where 4.8 TB/s over 132 multiprocessors with 1 us of latency need 36 KB. A warp
-// spends some 400 issue slots on a tile; a multiprocessor gets one every 390 cycles at that rate and has 4 slots a
+// spends some 350 issue slots on a tile; a multiprocessor gets one every 390 cycles at that rate and has 4 slots a
 // cycle, so a quarter of them is used.
 //
 // paged_attention_decode_plain (fp32, older chips). The same grid, with tiles of 8 rows; see attention_plain.cuh.

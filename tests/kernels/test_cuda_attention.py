@@ -29,6 +29,7 @@ QUICK = [
     Heads("bf16", 4, 4, 16),
     Heads("fp16", 8, 1, 32, 8),
     Heads("bf16", 9, 3, 64, 32),
+    Heads("bf16", 4, 1, 128),
     Heads("fp32", 4, 1, 16, 16, tensor_cores=False),
     Heads("fp16", 3, 3, 32, 8, tensor_cores=False),
 ]
