@@ -18,8 +18,8 @@
 // Does 4 * head_dim operations per query head, query and visible key: bound by the tensor cores. At head_dim 128 a
 // warp does 128 products (m16n8k16) on a tile of keys, with 48 matrix loads, 32 exponentials and some 340 other
 // instructions: 4.3 issue slots a product, where 300 TFLOP/s on 132 multiprocessors leave 12. It takes every register
-// there is, so two blocks are on a multiprocessor, two warps for each scheduler. Must move q, out, and K and V once per query head and tile of queries: from L2 mostly, where
-// 4 * head_dim * 128 operations come to 4 * head_dim bytes, 128 a byte.
+// there is, so two blocks are on a multiprocessor, two warps for each scheduler. Must move q and out, and K and V once
+// per query head and tile of queries, mostly from L2: 128 operations a byte.
 //
 // paged_attention_prefill_plain (fp32, older chips). Grid: (num_kv_heads, num_tiles), 4 warps. A row is a query and
 // a head of the group, a tile 16 of them; see attention_plain.cuh. Bound by float32 arithmetic and shared memory.
