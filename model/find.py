@@ -50,7 +50,11 @@ def find_model(name: str, *, revision: str | None = None, progress: bool = True)
         raise ModelError(f"the model's name is empty. Allowed: {ALLOWED}")
     path = Path(name).expanduser()
     hub_name = _HUB_NAME.fullmatch(name)
-    if path.exists():
+    try:
+        there = path.exists()
+    except OSError as error:  # too long, or a folder on its way that may not be looked into
+        raise ModelError(f"{name[:200]}: {error.strerror}. A model is {ALLOWED}") from None
+    if there:
         _no_revision(name, revision, "a path")
         return _in_folder(path) if path.is_dir() else _file(path)
 

@@ -15,6 +15,7 @@ import logging
 import math
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -73,8 +74,9 @@ def convert_gguf(path: Path, *, progress: bool = True) -> Path:
     """The folder with the converted model; converts only what the cache does not have yet.
 
     Keyed by the file's SHA-256. Two processes at once convert once; one that is killed leaves
-    nothing that is taken for a model. Raises ModelError for a damaged file or one that is not
-    supported, and where the disk is full.
+    nothing that is taken for a model. `progress` shows a bar, or a line per phase where stderr is
+    no terminal. Raises ModelError for a damaged file or one that is not supported, and where the
+    disk is full.
     """
     folder = cache_dir() / "gguf"
     try:
@@ -93,6 +95,12 @@ def convert_gguf(path: Path, *, progress: bool = True) -> Path:
         where = error.filename or path
         raise ModelError(f"{where}: {error.strerror or error}, while converting {path}") from None
     return target
+
+
+def _say(text: str, progress: bool) -> None:
+    """A line for whoever reads a log; in a terminal there is a bar."""
+    if progress and not sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -138,6 +146,7 @@ def _convert(path: Path, target: Path, *, progress: bool) -> None:
     temporary = target.with_name(f"{target.name}.tmp")
     # Of a process that was killed.
     shutil.rmtree(temporary, ignore_errors=True)
+    _say(f"Reading {path.name} …", progress)
     gguf = GgufFile(path)
     _refuse_unsupported(gguf)
     hf_config = _hf_config(gguf)
@@ -320,12 +329,16 @@ def _write_weights(path: Path, gguf: GgufFile, config: ModelConfig, *, progress:
         stored / 1e6,
         total / 1e6,
     )
+    _say(
+        f"Converting {gguf.path.name}: {stored / 1e6:.0f} MB become {total / 1e6:.0f} MB …",
+        progress,
+    )
     bar = tqdm(
         total=total,
         desc=f"Converting {gguf.path.name}",
         unit="B",
         unit_scale=True,
-        disable=not progress,
+        disable=not (progress and sys.stderr.isatty()),
     )
     with bar, path.open("wb") as file:
         file.write(_safetensors_header(parts))

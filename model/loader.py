@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ def load_weights(
             range(config.num_layers),
             desc="Loading weights",
             unit="layer",
-            disable=not progress,
+            disable=not (progress and sys.stderr.isatty()),
             delay=1.0,
             leave=False,
         )

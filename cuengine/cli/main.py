@@ -7,6 +7,7 @@ that are otherwise one line; errors that nobody expected always show theirs.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -16,9 +17,12 @@ from cuengine.cli.arguments import LOG_LEVELS, UsageError, build_parser
 from cuengine.cli.log import log_to_stderr
 from cuengine.errors import CuengineError
 
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command in `argv` (default: the process's arguments); returns its exit code."""
+    _open_standard_streams()
     try:
         args = build_parser().parse_args(argv)
         _set_up_logging(args)
@@ -33,10 +37,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:
-        # Whoever read our output has gone; the interpreter must not try to flush it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()  # whoever read it has gone
+        return 1
+    except OSError as error:
+        if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
+            raise
+        _discard_output()
+        print(f"cuengine: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
     return code
+
+
+def _open_standard_streams() -> None:
+    """Python has None for streams that the caller closed; nothing here is to trip over that."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (to the process's end)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def _discard_output() -> None:
+    """The interpreter must not try to flush at exit what could not be written before."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _set_up_logging(args: argparse.Namespace) -> None:

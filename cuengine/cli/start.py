@@ -32,7 +32,7 @@ def model_folder(config: EngineConfig) -> tuple[str, Path]:
     if files.gguf is not None:
         from cuengine.model.gguf import convert_gguf
 
-        folder = convert_gguf(files.gguf, progress=sys.stderr.isatty())
+        folder = convert_gguf(files.gguf)
     logger.info("%s: in %s, %.2f s", files.name, folder, time.perf_counter() - started)
     return files.name, folder
 

@@ -151,6 +151,14 @@ def test_an_unknown_log_level_in_the_environment_is_named(
     assert "CUENGINE_LOG='loud'" in _usage_error(["info"], capsys)
 
 
+def test_a_name_too_long_for_a_path_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pull", "a" * 5000]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert "File name too long" in error
+    assert len(error) < 1000
+
+
 @pytest.mark.parametrize("command", ["serve", "chat", "pull", "generate -p x"])
 def test_a_model_that_is_not_there_is_one_line_and_exit_code_1(
     command: str, capsys: pytest.CaptureFixture[str]
@@ -380,3 +388,21 @@ def test_json_log_lines_are_objects_with_the_fields_given_and_the_traceback(
     assert (first["message"], first["level"], first["status"]) == ("two\nlines \u0e44", "info", 200)
     assert datetime.fromisoformat(first["time"]).utcoffset() == timedelta(0)
     assert "ZeroDivisionError" in second["exception"]
+
+
+@pytest.mark.parametrize(
+    ("redirect", "code", "says"),
+    [
+        (">/dev/full", 1, "cuengine: the output cannot be written: No space left on device\n"),
+        (">&-", 0, ""),
+        ("<&-", 0, ""),
+        ("2>&-", 0, ""),
+        ("<&- >&- 2>&-", 0, ""),
+    ],
+)
+def test_odd_standard_streams_bring_one_line_at_most(redirect: str, code: int, says: str) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$0" -m cuengine.cli.main info {redirect}', sys.executable],
+        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, check=False, text=True,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (code, says)

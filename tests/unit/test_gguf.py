@@ -461,6 +461,26 @@ def test_a_file_is_converted_and_hashed_once(
     assert folders(cache) == [folder]
 
 
+def test_where_stderr_is_no_terminal_each_phase_is_one_line_and_nothing_is_drawn(
+    tiny_model: Callable[[str], Path],
+    tmp_path: Path,
+    cache: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tiny_gguf(tmp_path / "x.gguf", tiny_model("bias"))
+    folder = convert_gguf(path)
+    lines = capsys.readouterr().err
+    assert "\r" not in lines
+    assert [line.split()[:2] for line in lines.splitlines()] == [
+        ["Reading", "x.gguf"],
+        ["Converting", "x.gguf:"],
+    ]
+    device = CpuDevice()
+    load_weights(folder, read_model_config(folder), device, max_model_len=16, progress=True)
+    convert_gguf(path)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_copy_shares_the_folder_and_a_changed_file_does_not(small: Path, tmp_path: Path) -> None:
     folder = convert_gguf(small, progress=False)
     copy = tmp_path / "copy.gguf"
