@@ -11,9 +11,9 @@ from numba import get_num_threads, prange
 
 from cuengine.batch import Batch, Float32, Int32, Int64
 from cuengine.device.interface import AttentionShape
+from cuengine.device.llvm import LANES
 from cuengine.device.numba_setup import njit
 from cuengine.device.simd import (
-    LANES,
     MIX_ROWS,
     MIX_VECTORS,
     SCORE_COLUMNS,
