@@ -80,6 +80,15 @@ def test_where_computing_again_is_cheaper_nothing_is_swapped():
     assert moved(model) == (0, 0)
 
 
+def test_blocks_that_another_sample_holds_do_not_count_as_to_be_computed_again():
+    # Two samples share four blocks, of eight; alone, half a block's tokens would pay for its move.
+    engine, _ = make_engine(num_blocks=8, num_host_blocks=8, block_cost=BLOCK_SIZE / 2)
+    engine.add_request("r", [3] * 32, greedy(n=2, max_tokens=30))
+    run(engine)
+    assert engine.stats().num_preemptions > engine.stats().num_swaps == 0
+    assert_whole(engine)
+
+
 def test_where_host_memory_is_full_the_sequence_is_computed_again():
     engine, _ = two_requests(num_host_blocks=2)
     outputs = run(engine)
