@@ -644,7 +644,8 @@ def _between() -> dict[str, str]:
         made[f"unpack_{whole}_{part}"] = (
             f"void unpack_{whole}_{part}(Warp *w, const Instruction *i, uint32_t mask) {{\n"
             f"    {small} {parts};\n    const {big} *A = place(w, i->o[0]);\n"
-            f"    EACH(mask) {{ {big} x = A[l]; {moves} }}\n}}\n"
+            f"    if (mask == EVERY) LANES(32) {{ {big} x = A[l]; {moves} }}\n"
+            f"    else EACH(mask) {{ {big} x = A[l]; {moves} }}\n}}\n"
         )
     return made
 

@@ -25,7 +25,7 @@ _FLAGS = ("-O2", "-ftree-vectorize", "-shared", "-fPIC", "-w", "-fno-strict-alia
           "-fno-trapping-math")  # fmt: skip
 """Nothing is fused or folded: C computes what PTX says, in the rounding that is set."""
 
-_SANITIZE = ("-O1", "-g", "-fsanitize=undefined")
+_SANITIZE = ("-O0", "-g", "-fsanitize=undefined")
 
 
 class Launch(ctypes.Structure):
@@ -95,7 +95,9 @@ def _begin(group: str, sanitize: bool) -> tuple[Path, Callable[[], None] | None]
     *command, version = _compiler(sanitize)
     here = Path(__file__).parent
     code = instructions.c_source(group)
-    included = [here / name for name in ("numbers.h", "warp.h", "runtime.c")]
+    included = [here / "numbers.h", here / "warp.h"]
+    if group == instructions.RUNTIME:
+        included.append(here / "runtime.c")
     parts = [code, version, *command, *(path.read_text() for path in included)]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     path = cache_dir() / "emulated" / f"{group}.{key[:16]}.so"

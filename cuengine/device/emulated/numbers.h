@@ -82,7 +82,7 @@ static inline double odd_of_s64(int64_t x) { return x < 0 ? -odd_of_u64(-(uint64
 static inline float fma_f32(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 static inline double fma_f64(double a, double b, double c) { return __builtin_fma(a, b, c); }
 static inline float div_approximate(float a, float b) {
-    if (!(fabsf(b) > 0x1p126f && fabsf(b) <= 0x1.fffffep127f)) return a / b;
+    if (a != a || !(fabsf(b) > 0x1p126f && fabsf(b) <= 0x1.fffffep127f)) return a / b;
     return isinf(a) ? NAN : copysignf(0, a) * copysignf(1, b);
 }
 

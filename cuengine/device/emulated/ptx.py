@@ -92,7 +92,7 @@ def parse(text: str) -> PtxModule:
         if piece.startswith(".file"):
             number, name = piece.split(None, 2)[1:3]
             module.files[int(number)] = name.split('"')[1]
-        elif piece.startswith(".loc"):
+        elif re.match(r"\.loc\s", piece):
             source = (int(piece.split()[1]), int(piece.split()[2]))
         elif depth_skipped or piece.startswith(".section"):
             depth_skipped += (piece.endswith("{")) - (piece == "}")
@@ -234,8 +234,8 @@ def _instruction(
     guard = ""
     if piece.startswith("@"):
         guard, piece = piece[1:].split(None, 1)
-    opcode, _, rest = piece.partition(" ") if " " in piece.split("\t")[0] else piece.partition("\t")
-    rest = re.sub(r"%?[A-Za-z_$][\w$]*(?:\.[xyz]\b)?", resolve, rest.strip())
+    opcode, *rest_ = piece.split(None, 1)
+    rest = re.sub(r"%?[A-Za-z_$][\w$]*(?:\.[xyz]\b)?", resolve, rest_[0] if rest_ else "")
     guard = re.sub(r"%?[A-Za-z_$][\w$]*", resolve, guard)
     operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*", rest)
     operands = [o.strip() for o in operands]

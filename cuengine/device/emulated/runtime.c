@@ -40,7 +40,7 @@ enum { OUTSIDE = 1, NO_ACCESS, UNWRITTEN, MISALIGNED, SHARED_OUTSIDE, SHARED_UNW
        RACE_WRITE, RACE_READ, BARRIER_DIVERGED, WARP_DIVERGED, BAD_LANE, TRAPPED, LOCAL_OUTSIDE, OUT_OF_MEMORY };
 enum { READ, WRITE, ATOMIC };
 
-/* Two bytes of shared memory. Stamps grow: what is older than block_stamp was another block's, what is older than
+/* Two bytes of shared memory, the finest that is told apart: single bytes are not looked at for races. Stamps grow: what is older than block_stamp was another block's, what is older than
    barrier_stamp lies behind a barrier, and a warp takes a new one at each __syncwarp. */
 typedef struct {
     uint32_t write_stamp, read_stamp;
@@ -49,7 +49,7 @@ typedef struct {
 } Half;
 #define SEVERAL 0xffff                         /* readers; all of reading_warp, or of more than one: */
 #define SEVERAL_WARPS 0xff
-#define BY_ATOMICS 0xffff
+#define BY_SEVERAL 0xffff                      /* writers: atomics, or bytes of the two */
 
 static const Launch *L;
 static Fault *fault_out;
@@ -127,14 +127,15 @@ static inline void shared_check(const Warp *w, const Instruction *i, int lane, u
         /* A race: another thread, no barrier since, and either another warp or no __syncwarp since. */
         if (h->write_stamp >= barrier_stamp && h->writer != me &&
             (h->writer / 32 != w->index || h->write_stamp == w->stamp) &&
-            !(how == ATOMIC && h->writer == BY_ATOMICS))
+            !(how == ATOMIC && h->writer == BY_SEVERAL) && size > 1)
             fail(RACE_WRITE, w, i, lane, offset, size, h->writer);
         if (how != READ) {
             if (h->read_stamp >= barrier_stamp && h->reader != me &&
-                (h->reading_warp != w->index || h->read_stamp == w->stamp))
+                (h->reading_warp != w->index || h->read_stamp == w->stamp) && size > 1)
                 fail(RACE_READ, w, i, lane, offset, size, h->reader == SEVERAL ? h->reading_warp * 32u : h->reader);
+            int shared_half = size == 1 && h->write_stamp >= barrier_stamp && h->writer != me;
             h->write_stamp = w->stamp;
-            h->writer = how == ATOMIC ? BY_ATOMICS : me;
+            h->writer = how == ATOMIC || shared_half ? BY_SEVERAL : me;
             h->in_flight = 0;
         } else if (h->read_stamp < barrier_stamp || (h->reading_warp == w->index && h->read_stamp != w->stamp)) {
             h->read_stamp = w->stamp;
@@ -450,11 +451,9 @@ static uint32_t meet(Warp *w, const Instruction *i, uint32_t group, uint32_t nee
 /* Takes lanes with one member mask out of *todo; those of the mask if they are all there now, else 0. */
 static uint32_t next_group(Warp *w, const Instruction *i, const uint32_t *masks, uint32_t *todo) {
     uint32_t needed = masks[__builtin_ctz(*todo)], group = 0;
-    EACH(*todo) {
-        if (masks[l] != needed) continue;
-        group |= 1u << l;
-        if (!(needed >> l & 1)) fail(BAD_LANE, w, i, (int)l, needed, 0, l);
-    }
+    EACH(*todo) group |= (uint32_t)(masks[l] == needed) << l;
+    if (group & ~needed)
+        fail(BAD_LANE, w, i, __builtin_ctz(group & ~needed), needed, 0, (uint32_t)__builtin_ctz(group & ~needed));
     *todo &= ~group;
     return meet(w, i, group, needed);
 }
@@ -474,20 +473,23 @@ void shfl(Warp *w, const Instruction *i, uint32_t mask) {
     const uint32_t *masks = place(w, i->o[4]);
     uint32_t *d = place(w, i->o[0]);
     TOGETHER(masks) {
-        uint32_t result[32], in_range = 0;
-        EACH(members) {
-            uint32_t b = bs[l] & 31, clamp = cs[l] & 31, segment = cs[l] >> 8 & 31;
-            uint32_t low = l & segment, high = low | (clamp & ~segment);
-            int32_t from = i->kind == SHFL_UP     ? (int32_t)(l - b)
-                           : i->kind == SHFL_DOWN ? (int32_t)(l + b)
-                           : i->kind == SHFL_BFLY ? (int32_t)(l ^ b)
-                                                  : (int32_t)(low | (b & ~segment));
-            int valid = i->kind == SHFL_UP ? from >= (int32_t)high : from <= (int32_t)high;
-            if (!valid) from = (int32_t)l;
-            if (!(members >> from & 1)) fail(BAD_LANE, w, i, (int)l, members, 0, (uint32_t)from);
-            result[l] = value[from];
-            in_range |= (uint32_t)valid << l;
+        uint32_t result[32], from[32], in_range = 0;
+        uint8_t valid[32];
+        LANES(32) {
+            uint32_t lane = (uint32_t)l, b = bs[l] & 31, clamp = cs[l] & 31, segment = cs[l] >> 8 & 31;
+            uint32_t low = lane & segment, high = low | (clamp & ~segment);
+            int32_t at = i->kind == SHFL_UP     ? (int32_t)(lane - b)
+                         : i->kind == SHFL_DOWN ? (int32_t)(lane + b)
+                         : i->kind == SHFL_BFLY ? (int32_t)(lane ^ b)
+                                                : (int32_t)(low | (b & ~segment));
+            valid[l] = i->kind == SHFL_UP ? at >= (int32_t)high : at <= (int32_t)high;
+            from[l] = valid[l] ? (uint32_t)at : lane;
         }
+        EACH(members) {
+            if (!(members >> from[l] & 1)) fail(BAD_LANE, w, i, (int)l, members, 0, from[l]);
+            result[l] = value[from[l]];
+        }
+        in_range = bits_of(valid);
         EACH(members) d[l] = result[l];
         put_predicate(w, i->o[5], members, in_range);
     }
@@ -602,41 +604,61 @@ void movmatrix(Warp *w, const Instruction *i, uint32_t mask) {
     transpose(place(w, i->o[0]), tile);
 }
 
-/* mma m16n8: D = A B + C, D and C float32. size: bytes of an element of A and B, width: its depth k; kind: format.
+/* mma m16n8: D = A B + C, D and C float32. width: the depth k; kind: the format of A and B.
    o: D, A, B, C. PTX ISA, 9.7.14.5: lane 4 g + t has row g of A and column g of B, elements 2 t and 2 t + 1 of 16
    bits or element t of 32, so that a register is 8 rows of 16 bytes, of A or of B transposed. */
 enum { MMA_BF16, MMA_F16, MMA_TF32 };
-static void mma_fragment(float *rows, int stride, const Warp *w, uint32_t o, uint32_t kind) {
+typedef float Row __attribute__((vector_size(32))); /* of 8 */
+
+static inline __attribute__((always_inline)) void mma_fragment(float *rows, const Warp *w, uint32_t o, int kind) {
     const uint16_t *halves_ = place(w, o);
     const uint32_t *words = place(w, o);
-    for (int row = 0; row < 8; row++) {
-        float *to = rows + row * stride;
-        if (kind == MMA_TF32) for (int n = 0; n < 4; n++) to[n] = f32_of(words[4 * row + n] & 0xffffe000u);
-        else if (kind == MMA_BF16) for (int n = 0; n < 8; n++) to[n] = bf16_of(halves_[8 * row + n]);
-        else for (int n = 0; n < 8; n++) to[n] = f16_of(halves_[8 * row + n]);
+    for (int row = 0; row < 8; row++, rows += 16) {
+        if (kind == MMA_TF32) for (int n = 0; n < 4; n++) rows[n] = f32_of(words[4 * row + n] & 0xffffe000u);
+        else if (kind == MMA_BF16) for (int n = 0; n < 8; n++) rows[n] = bf16_of(halves_[8 * row + n]);
+        else for (int n = 0; n < 8; n++) rows[n] = f16_of(halves_[8 * row + n]);
+    }
+}
+static inline __attribute__((always_inline)) void multiply(const Warp *w, const Instruction *i, int kind, int depth) {
+    float a[16][16], transposed_b[8][16];
+    Row b[16], c[16];
+    const int across = kind == MMA_TF32 ? 4 : 8, parts = depth / across;
+    uint32_t o = 4;
+    for (int part = 0; part < parts; part++)
+        for (int half = 0; half < 2; half++) mma_fragment(&a[8 * half][across * part], w, i->o[o++], kind);
+    for (int part = 0; part < parts; part++) mma_fragment(&transposed_b[0][across * part], w, i->o[o++], kind);
+    for (int k = 0; k < depth; k++)
+        for (int n = 0; n < 8; n++) b[k][n] = transposed_b[n][k];
+    for (int half = 0; half < 2; half++) {
+        const float *even = place(w, i->o[o + 2 * (uint32_t)half]), *odd = place(w, i->o[o + 2 * (uint32_t)half + 1]);
+        for (int l = 0; l < 32; l++) {
+            c[l / 4 + 8 * half][l % 4 * 2] = even[l];
+            c[l / 4 + 8 * half][l % 4 * 2 + 1] = odd[l];
+        }
+    }
+    for (int row = 0; row < 16; row += 4) { /* four sums at a time, as each waits for itself */
+        Row c0 = c[row], c1 = c[row + 1], c2 = c[row + 2], c3 = c[row + 3];
+        for (int k = 0; k < depth; k++) {
+            c0 += a[row][k] * b[k];
+            c1 += a[row + 1][k] * b[k];
+            c2 += a[row + 2][k] * b[k];
+            c3 += a[row + 3][k] * b[k];
+        }
+        c[row] = c0, c[row + 1] = c1, c[row + 2] = c2, c[row + 3] = c3;
+    }
+    for (int half = 0; half < 2; half++) {
+        float *even = place(w, i->o[2 * half]), *odd = place(w, i->o[2 * half + 1]);
+        for (int l = 0; l < 32; l++) {
+            even[l] = c[l / 4 + 8 * half][l % 4 * 2];
+            odd[l] = c[l / 4 + 8 * half][l % 4 * 2 + 1];
+        }
     }
 }
 void mma(Warp *w, const Instruction *i, uint32_t mask) {
     if (!meet(w, i, mask, EVERY)) return;
-    float a[16][16], transposed_b[8][16], b[16][8], c[16][8];
-    uint32_t across = 16 / i->size, parts = i->width / across, o = 4;
-    for (uint32_t part = 0; part < parts; part++)
-        for (uint32_t half = 0; half < 2; half++) mma_fragment(&a[8 * half][across * part], 16, w, i->o[o++], i->kind);
-    for (uint32_t part = 0; part < parts; part++)
-        mma_fragment(&transposed_b[0][across * part], 16, w, i->o[o++], i->kind);
-    for (uint32_t k = 0; k < i->width; k++)
-        for (int n = 0; n < 8; n++) b[k][n] = transposed_b[n][k];
-    for (int r = 0; r < 4; r++) {
-        const float *from = place(w, i->o[o + (uint32_t)r]);
-        for (int l = 0; l < 32; l++) c[l / 4 + r / 2 * 8][l % 4 * 2 + r % 2] = from[l];
-    }
-    for (int row = 0; row < 16; row++)
-        for (uint32_t k = 0; k < i->width; k++)
-            for (int n = 0; n < 8; n++) c[row][n] += a[row][k] * b[k][n];
-    for (int r = 0; r < 4; r++) {
-        float *to = place(w, i->o[r]);
-        for (int l = 0; l < 32; l++) to[l] = c[l / 4 + r / 2 * 8][l % 4 * 2 + r % 2];
-    }
+    if (i->kind == MMA_BF16 && i->width == 16) multiply(w, i, MMA_BF16, 16);
+    else if (i->kind == MMA_F16 && i->width == 16) multiply(w, i, MMA_F16, 16);
+    else multiply(w, i, (int)i->kind, (int)i->width);
 }
 
 /* ---- running ---- */

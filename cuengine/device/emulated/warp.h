@@ -58,12 +58,20 @@ static inline uint32_t *lanes_u32(const Warp *w, uint32_t o) { return place(w, o
 static inline uint64_t *lanes_u64(const Warp *w, uint32_t o) { return place(w, o); }
 #define predicate lanes_u32
 
+#define LANES(count) _Pragma("GCC ivdep") for (int l = 0; l < count; l++)
+
 /* Where a handler puts its result: the register, or a scratch place where some lanes keep theirs. */
 static inline void *target(Warp *w, uint32_t o, uint32_t mask) { return mask == EVERY ? place(w, o) : w->scratch; }
+#define MERGE(type)                                                       \
+    {                                                                     \
+        type *to = place(w, o);                                           \
+        const type *from = (const type *)w->scratch;                      \
+        LANES(32) to[l] = mask >> l & 1 ? from[l] : to[l];                \
+    }
 static __attribute__((noinline, unused)) void merge(Warp *w, uint32_t o, uint32_t mask, uint32_t width) {
-    uint8_t *d = place(w, o);
-    for (int l = 0; l < 32; l++)
-        if (mask >> l & 1) memcpy(d + (uint32_t)l * width, w->scratch + (uint32_t)l * width, width);
+    if (width == 4) MERGE(uint32_t)
+    else if (width == 8) MERGE(uint64_t)
+    else MERGE(uint16_t)
 }
 static inline void keep(Warp *w, uint32_t o, uint32_t mask, uint32_t width) {
     if (mask != EVERY) merge(w, o, mask, width);
@@ -82,9 +90,9 @@ static inline uint32_t bits_of(const uint8_t *truths) {
     }
     return bits;
 }
-#define LANES(count) _Pragma("GCC ivdep") for (int l = 0; l < count; l++)
-#define EACH(mask) \
-    for (uint32_t rest_ = (mask), l = 0; rest_ && (l = (uint32_t)__builtin_ctz(rest_), 1); rest_ &= rest_ - 1)
+#define EACH(mask)                                         \
+    for (uint32_t lanes_ = (mask), l = 0; l < 32; l++) \
+        if (lanes_ >> l & 1)
 
 /* setp: o[3] is combined with it as `kind` says; o[4] takes the same of the contrary. */
 enum { SETP_AND, SETP_OR, SETP_XOR };
