@@ -64,13 +64,13 @@ class Tokenizer:
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         added = tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
-        decoder = json.loads(tokenizer.to_str())["decoder"]
+        # Its pickled state is its part of tokenizer.json; all of that takes a tenth of a second.
+        decoder = tokenizer.decoder and json.loads(tokenizer.decoder.__getstate__())
         self.text_rules = _text_rules(decoder)
         self._byte_level = decoder is not None and "ByteLevel" in _step_types(decoder)
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        self._bytes = {
-            token_id: self._piece_bytes(piece, token_id) for piece, token_id in vocabulary.items()
-        }
+        self._pieces = {token_id: piece for piece, token_id in vocabulary.items()}
+        self._bytes: dict[int, bytes] = {}
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
@@ -81,13 +81,13 @@ class Tokenizer:
                 f"{path}: missing. A model needs its tokenizer.json; "
                 "without one it can only be used with token ids (skip_tokenizer_init)."
             )
-        read_json_object(path)
         try:
             tokenizer = FastTokenizer.from_file(str(path))
             tokenizer.encode("a")  # some defects, such as an unknown unk_token, show only now
         except BaseException as error:  # the package raises plain Exception, and Rust's panics
             if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
                 raise
+            read_json_object(path)  # says it better where that is what is wrong
             raise ModelError(f"{path}: not a usable tokenizer: {error}") from None
         config: dict[str, Any] = {}
         for name in ("special_tokens_map.json", "tokenizer_config.json"):
@@ -96,7 +96,7 @@ class Tokenizer:
         return cls(tokenizer, config)
 
     def __contains__(self, token_id: object) -> bool:
-        return token_id in self._bytes
+        return token_id in self._pieces
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokens of `text`, with the BOS or EOS that the model wants where they are asked for.
@@ -123,7 +123,7 @@ class Tokenizer:
         Raises RequestError for an id that is no token.
         """
         for token_id in ids:
-            if token_id not in self._bytes:
+            if token_id not in self._pieces:
                 raise RequestError(
                     f"token id {token_id} is not in the vocabulary of {self.vocab_size} tokens"
                 )
@@ -131,7 +131,7 @@ class Tokenizer:
         if self.text_rules is None:
             text: str = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
             return text
-        data = b"".join(self._bytes[token_id] for token_id in ids if token_id not in hidden)
+        data = b"".join(self.token_bytes(token_id) for token_id in ids if token_id not in hidden)
         return ByteText(self.text_rules).push(data, final=True)
 
     def token_text(self, token_id: int) -> str:
@@ -140,7 +140,13 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds in the middle of a text; none for an id that is no token."""
-        return self._bytes.get(token_id, b"")
+        data = self._bytes.get(token_id)
+        if data is None:
+            piece = self._pieces.get(token_id)
+            if piece is None:
+                return b""
+            data = self._bytes[token_id] = self._piece_bytes(piece, token_id)
+        return data
 
     def _token_id(self, token: str | None) -> int | None:
         if token is None:
