@@ -1,1 +1,1 @@
-"""CUDA kernels on the host: their PTX, translated to C, with every memory access checked."""
+"""CUDA kernels on the host: their PTX, run instruction by instruction, every access checked."""

@@ -105,11 +105,12 @@ def _begin(group: str, sanitize: bool) -> tuple[Path, Callable[[], None] | None]
         return path, None
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = tempfile.TemporaryDirectory(dir=path.parent)
-    # The source stays beside the library, for gdb.
-    source, made = Path(folder.name) / f"handlers_{group}.c", Path(folder.name) / "made.so"
+    # The source stays beside the library, where gdb looks for it.
+    source, made = Path(folder.name) / f"{path.stem}.c", Path(folder.name) / path.name
     source.write_text(code)
     process = subprocess.Popen(
-        [*command, f"-I{here}", "-o", str(made), str(source), "-lm"],
+        [*command, f"-I{here}", f"-fdebug-prefix-map={folder.name}={path.parent}",
+         "-o", str(made), str(source), "-lm"],
         stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 

@@ -50,7 +50,7 @@ class Memory:
         self.allocations: dict[int, Allocation] = {}
         """To be read; changed by `add`, `add_bytes` and `remove`."""
         self._bases: list[int] = []
-        self._table: npt.NDArray[Any] | None = None
+        self._table: tuple[npt.NDArray[Any], int] | None = None
 
     def add(self, array: Array, name: str = "array") -> int:
         """Its address. The array is kept until `remove`."""
@@ -136,15 +136,15 @@ class Memory:
             f"elements were never written, the first at {first}"
         )
 
-    def table(self) -> npt.NDArray[Any]:
-        """ROW [allocations], sorted by base."""
+    def table(self) -> tuple[npt.NDArray[Any], int]:
+        """ROW [allocations], sorted by base, and its address."""
         if self._table is None:
             shadows = [self.allocations[base].shadow for base in self._bases]
             table = np.zeros(len(shadows), ROW)
             table["base"] = self._bases
             table["size"] = [len(shadow) for shadow in shadows]
             table["shadow"] = [address_of(shadow) for shadow in shadows]
-            self._table = table
+            self._table = table, address_of(table)
         return self._table
 
     def describe(self, address: int) -> str:

@@ -6,6 +6,7 @@ registers get places in a warp's file: those that never live at once share one.
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -219,18 +220,14 @@ class _Assembler:
         """By linear scan: a place is free when the register in it was used for the last time."""
         lifetimes = _lifetimes(self.kernel.instructions)
         free: dict[int, list[int]] = {}
-        busy: list[tuple[int, int, int]] = []
+        busy: list[tuple[int, int, int]] = []  # a heap: last use, size, place
         places = {}
         for name, (start, end) in sorted(lifetimes.items(), key=lambda item: item[1]):
             kind = self.kernel.registers[name]
             size = 4 if kind == "pred" else 32 * register_width(kind)
-            still = []
-            for until, its_size, place in busy:
-                if until < start:
-                    free.setdefault(its_size, []).append(place)
-                else:
-                    still.append((until, its_size, place))
-            busy = still
+            while busy and busy[0][0] < start:
+                _, its_size, place = heapq.heappop(busy)
+                free.setdefault(its_size, []).append(place)
             if not free.get(size):
                 if size == 4:  # a line of predicates
                     line = self._reserve(64)
@@ -239,7 +236,7 @@ class _Assembler:
                     free[size] = [self._reserve(size)]
             place = free[size].pop()
             places[name] = place
-            busy.append((end, size, place))
+            heapq.heappush(busy, (end, size, place))
         return places
 
     def constant(self, kind: str, value: int) -> int:

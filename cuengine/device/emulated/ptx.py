@@ -125,12 +125,18 @@ def parse(text: str) -> PtxModule:
     return module
 
 
+_SEVERAL = re.compile(r"[{}:]|;.")
+
+
 def _split_lines(text: str) -> list[tuple[str, int]]:
     """Statements with their lines: directives of one line, labels, braces that open a scope."""
     found: list[tuple[str, int]] = []
     piece, start, inside = "", 1, False
     for number, row in enumerate(text.split("\n"), 1):
         stripped = row.strip()
+        if not piece and stripped.endswith(";") and not _SEVERAL.search(stripped):
+            found.append((stripped[:-1].rstrip(), number))  # what nearly all lines are
+            continue
         if not piece and re.match(r"\.(file|loc|version|target|address_size)\b", stripped):
             found.append((stripped, number))
             continue

@@ -13,7 +13,9 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,8 @@ from cuengine.device.emulated.memory import (
     Memory,
     address_of,
 )
-from cuengine.device.emulated.program import assemble
-from cuengine.device.emulated.ptx import Kernel, Param, PtxError, PtxModule, Variable, parse
+from cuengine.device.emulated.program import Program, assemble
+from cuengine.device.emulated.ptx import Param, PtxError, Variable, parse
 
 __all__ = ["FORWARD", "NO_ACCESS", "REVERSE", "SHUFFLED", "UNDEFINED", "Array", "Function",
            "KernelFault", "Memory", "Module", "PtxError"]  # fmt: skip
@@ -56,12 +58,12 @@ _one_launch = threading.Lock()  # the machine's state is static
 class Module:
     """The kernels of one PTX text, and its variables, in one memory."""
 
-    def __init__(self, ptx: PtxModule, memory: Memory) -> None:
-        self.ptx, self.memory = ptx, memory
+    def __init__(self, text: str, memory: Memory) -> None:
+        self.text, self.ptx, self.memory = text, _parse(text), memory
         self.variables: dict[str, Array] = {}
         self.symbols: dict[str, int] = {}
         """Addresses of variables in global and constant memory."""
-        for v in ptx.variables:
+        for v in self.ptx.variables:
             if v.space in ("global", "const"):
                 array = np.zeros(max(v.size, 1) + v.align, np.uint8)
                 skip = -address_of(array) % v.align
@@ -73,7 +75,7 @@ class Module:
     @classmethod
     def from_ptx(cls, text: str, memory: Memory) -> Module:
         """Raises PtxError."""
-        return cls(parse(text), memory)
+        return cls(text, memory)
 
     def function(self, name: str, *, sanitize: bool = False) -> Function:
         """sanitize: on a machine built with -fsanitize=undefined and -g.
@@ -81,7 +83,37 @@ class Module:
         Raises KeyError where the module has no such kernel; PtxError for an instruction that is
         not known; CuengineError where gcc is missing.
         """
-        return Function(self, self.ptx.kernels[name], sanitize)
+        return Function(self, name, sanitize)
+
+
+# A process makes the same modules and functions again and again, in memories of their own.
+_parse = lru_cache(maxsize=128)(parse)
+
+
+@dataclass(frozen=True, slots=True)
+class _Code:
+    """What does not depend on a memory: the program, the machine it is for, bytes that it needs."""
+
+    program: Program
+    launch: Callable[..., int]
+    static_bytes: int
+    local_bytes: int
+    packer: struct.Struct
+
+
+@lru_cache(maxsize=512)
+def _code(text: str, name: str, symbols: tuple[tuple[str, int], ...], sanitize: bool) -> _Code:
+    module = _parse(text)
+    kernel = module.kernels[name]
+    variables = [*module.variables, *kernel.variables]
+    used = {o.strip("[]{} ").split("+")[0] for i in kernel.instructions for o in i.operands}
+    shared = [v for v in variables if v.space == "shared" and v.name in used]
+    shared_offsets, static_bytes = _lay_out([v for v in shared if v.size])
+    dynamic = {v.name: static_bytes for v in shared if not v.size}
+    local_offsets, local_bytes = _lay_out([v for v in variables if v.space == "local"])
+    program = assemble(kernel, {**dict(symbols), **shared_offsets, **dynamic, **local_offsets})
+    launch = machine.load(program, sanitize)
+    return _Code(program, launch, static_bytes, local_bytes, _packer(kernel.params))
 
 
 def _lay_out(variables: Sequence[Variable]) -> tuple[dict[str, int], int]:
@@ -97,25 +129,13 @@ def _lay_out(variables: Sequence[Variable]) -> tuple[dict[str, int], int]:
 class Function:
     """A kernel that can be launched. static_bytes: of shared memory, before the launch's own."""
 
-    def __init__(self, module: Module, kernel: Kernel, sanitize: bool) -> None:
-        self.module, self.kernel = module, kernel
-        used = {o.strip("[]{} ").split("+")[0] for i in kernel.instructions for o in i.operands}
-        shared = [
-            v
-            for v in [*module.ptx.variables, *kernel.variables]
-            if v.space == "shared" and v.name in used
-        ]
-        local = [v for v in [*module.ptx.variables, *kernel.variables] if v.space == "local"]
-        shared_offsets, self.static_bytes = _lay_out([v for v in shared if v.size])
-        local_offsets, local_bytes = _lay_out(local)
-        dynamic = {v.name: self.static_bytes for v in shared if not v.size}
-        self._program = assemble(
-            kernel, {**module.symbols, **shared_offsets, **dynamic, **local_offsets}
-        )
-        self._launch = machine.load(self._program, sanitize)
-        self._packer = _packer(kernel.params)
+    def __init__(self, module: Module, name: str, sanitize: bool) -> None:
+        self.module, self.kernel = module, module.ptx.kernels[name]
+        code = _code(module.text, name, tuple(sorted(module.symbols.items())), sanitize)
+        self.static_bytes = code.static_bytes
+        self._program, self._launch, self._packer = code.program, code.launch, code.packer
         self._what = what = machine.Launch()
-        what.static_bytes, what.local_bytes = self.static_bytes, local_bytes
+        what.static_bytes, what.local_bytes = code.static_bytes, code.local_bytes
         what.file_bytes = self._program.file_bytes
         what.code = address_of(self._program.records)
         what.constants = address_of(self._program.constants)
@@ -133,11 +153,11 @@ class Function:
         """Runs to the end. Raises KernelFault; ValueError for arguments that don't fit."""
         what, params = self._what, self._pack(args)
         with _one_launch:
-            table = self.module.memory.table()
+            table, address = self.module.memory.table()
             what.grid, what.block = grid, block
             what.params = params
             what.dynamic_bytes, what.order, what.seed = shared_bytes, order, seed
-            what.allocations, what.num_allocations = address_of(table), len(table)
+            what.allocations, what.num_allocations = address, len(table)
             if self._launch(ctypes.byref(what), ctypes.byref(self._fault)):
                 raise KernelFault(self._describe(self._fault, block))
 
