@@ -247,7 +247,8 @@ def _integer(name: str, parts: list[str], kind: str, o: Sequence[int]) -> int:
         case "rem":
             return x[0] - x[1] * _quotient(x[0], x[1]) if x[1] else x[0]
         case "min" | "max":
-            return (min if name == "min" else max)(x[0], x[1])
+            best = (min if name == "min" else max)(x[0], x[1])
+            return max(best, 0) if "relu" in parts else best
         case "abs":
             return abs(x[0])
         case "neg":

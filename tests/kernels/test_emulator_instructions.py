@@ -903,7 +903,7 @@ REGISTERS = ".reg .u32 %x, %y;\n.reg .f32 %f;\n.reg .b64 %w;\n.reg .b16 %h;\n.re
         "add.ftz.f64 %w, %w, %w;",
         "mul.sat.u32 %x, %y, 1;",
         "mad.wide.hi.u32 %w, %x, %y, %w;",
-        "min.relu.s32 %x, %x, %y;",
+        "min.relu.u32 %x, %x, %y;",
         "cvt.f32.u32 %f, %x;",
         "cvt.rn.satfinite.e4m3x2.f32 %h, %f, %f;",
         "setp.lo.s32 %q, %x, %y;",

@@ -170,11 +170,10 @@ class _Table:
         rounding: str = "",
         lanes: int = 32,
     ) -> None:
-        packed = {"f16x2": "f16", "bf16x2": "bf16"} if lanes == 64 else {}
-        made = _handler(
-            "NAME", packed.get(result, result), tuple(packed.get(a, a) for a in arguments),
-            expression, prepare=prepare, rounding=rounding, lanes=lanes,
-        )  # fmt: skip
+        # Of two in a register each is an element of its own: twice as many.
+        types = [kind.removesuffix("x2") if lanes == 64 else kind for kind in (result, *arguments)]
+        made = _handler("NAME", types[0], tuple(types[1:]), expression,
+                        prepare=prepare, rounding=rounding, lanes=lanes)  # fmt: skip
         self.operations[opcode] = Arithmetic(self.handler(opcode, made), result, arguments)
 
     def rows(
@@ -190,7 +189,7 @@ class _Table:
         for opcode in expand(pattern):
             parts = opcode.split(".")
             kind = parts[-1]
-            lanes = 64 if kind in ("f16x2", "bf16x2") else 32
+            lanes = 64 if kind.endswith("x2") else 32
             element = kind.removesuffix("x2")
             types = {"T": kind}
             names = {"_T": f"_{element}"}
@@ -254,6 +253,10 @@ def _integers(t: _Table) -> None:
     t.rows(f"min{_ANY}", "a < b ? a : b")
     t.rows(f"max{_ANY}", "a > b ? a : b")
     t.begin("rare_integers")
+    t.rows("add(.u16x2|.s16x2)", "(U)a + (U)b")
+    for name, sign in {"min": "<", "max": ">"}.items():
+        t.rows(f"{name}(.u16x2|.s16x2)", f"a {sign} b ? a : b")
+        t.rows(f"{name}.relu(.s32|.s16x2)", f"(a {sign} b ? a : b) > 0 ? (a {sign} b ? a : b) : 0")
     t.rows("add.sat.s32", "clamp_s32((int64_t)a + b)")
     t.rows("sub.sat.s32", "clamp_s32((int64_t)a - b)")
     t.rows(f"mad.hi{_ANY}", "(U)(((W)a * (W)b) >> N) + (U)c")
