@@ -15,6 +15,7 @@ from cuengine.device.emulated import host
 from cuengine.device.emulated.runtime import REVERSE, SHUFFLED, KernelFault
 from cuengine.errors import ConfigError, ModelError
 from cuengine.outputs import RequestOutput
+from cuengine.swap_space import SwapCosts
 
 TinyModel = Callable[[str], Path]
 EmulatedLLM = Callable[..., LLM]
@@ -158,6 +159,23 @@ def test_preempted_sequences_go_on_as_they_would_have(
     llm = emulated_llm(folder, **{**SETTINGS, "num_blocks": 14, "enable_prefix_caching": False})
     got = generate(llm, asked, greedy(max_tokens=20))
     assert llm.stats().num_preemptions > 0
+    assert_same(got, on_cpu(folder, asked, greedy(max_tokens=20)))
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_sequences_swapped_out_to_the_host_and_back_go_on_as_they_would_have(
+    tiny_model: TinyModel, emulated_llm: EmulatedLLM, delayed: bool
+) -> None:
+    folder = tiny_model(MODEL)
+    asked = prompts(folder)[2:5]
+    settings = {**SETTINGS, "num_blocks": 14, "swap_space": 0.001}
+    llm = emulated_llm(folder, runtime={"delayed": delayed}, **settings)
+    space = llm.engine.scheduler.swap_space
+    assert space is not None
+    # Tiny models are computed faster than they are moved: say otherwise.
+    space.costs = SwapCosts(block=1, token=1)
+    got = generate(llm, asked, greedy(max_tokens=20))
+    assert llm.stats().num_swaps > 0
     assert_same(got, on_cpu(folder, asked, greedy(max_tokens=20)))
 
 
