@@ -150,9 +150,10 @@ async def _tokenize(
 
     async def one(item: str | list[int]) -> Prompt:
         if isinstance(item, str):
+            text = item
             need_tokenizer(state)
-            check_length(state, item, "prompt")
-            return Prompt(await encode(state, item, add_special_tokens=special), item)
+            await state.off_loop(lambda: check_length(state, text, "prompt"))
+            return Prompt(await encode(state, text, add_special_tokens=special), text)
         check_ids(state, item, "prompt")
         if not body.echo:
             return Prompt(item)

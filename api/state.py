@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -31,7 +32,6 @@ class ServerState:
     """The engine, the settings, the names it serves under, and what is going on now.
 
     max_prompt_tokens  the context, or less where the operator says so
-    longest_text bytes that no prompt of so many tokens can exceed
     limits       how much work is taken on
     openapi      the description of all routes, set where they are added
     draining     a signal has come: new requests are refused
@@ -47,7 +47,6 @@ class ServerState:
         self.max_prompt_tokens = min(
             engine.max_model_len, settings.max_prompt_tokens or engine.max_model_len
         )
-        self.longest_text = _longest_text(engine, self.max_prompt_tokens)
         self.limits = Limits(settings.max_concurrent_requests, settings.max_queued_requests)
         self.openapi: dict[str, Any] = {}
         self.draining = False
@@ -56,6 +55,18 @@ class ServerState:
         self._idle.set()
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, "cuengine-tokenizer")
         self._ignored_fields: set[str] = set()
+
+    @cached_property
+    def longest_text(self) -> int:
+        """Bytes that no prompt of max_prompt_tokens can exceed: so many times the longest token.
+
+        Going over the whole vocabulary takes a moment; few texts are so long that they need it.
+        """
+        tokenizer = self.engine.tokenizer
+        if tokenizer is None:
+            return 0
+        longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
+        return longest * self.max_prompt_tokens
 
     async def off_loop(self, work: Callable[[], T]) -> T:
         """Run `work` on a tokenizer thread."""
@@ -101,15 +112,6 @@ class ServerState:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _longest_text(engine: ServingEngine, max_tokens: int) -> int:
-    """So many times the longest token there is. Longer text need not be tokenized."""
-    tokenizer = engine.tokenizer
-    if tokenizer is None:
-        return 0
-    longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
-    return longest * max_tokens
 
 
 STATE = web.AppKey("state", ServerState)

@@ -38,7 +38,8 @@ def need_tokenizer(state: ServerState) -> ServingTokenizer:
 
 def check_length(state: ServerState, text: str, param: str) -> None:
     """Text that cannot fit is refused before the seconds are spent that tokenizing it takes."""
-    if len(text) > state.longest_text:
+    # A token is a byte or more, so that most texts need no closer look.
+    if len(text) > state.max_prompt_tokens and len(text) > state.longest_text:
         raise ApiError(
             400,
             f"The prompt does not fit: {len(text)} characters are more than "

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -52,16 +53,11 @@ def decode_batch(rows: int, context: int) -> Batch:
 
 
 def sampling_batch(rows: int, temperature: float, top_p: float) -> SamplingBatch:
-    return SamplingBatch(
-        target_ids=np.full(rows, -1, np.int32),
+    return replace(
+        SamplingBatch.greedy(rows),
         temperature=np.full(rows, temperature, np.float32),
-        top_k=np.zeros(rows, np.int32),
         top_p=np.full(rows, top_p, np.float32),
-        min_p=np.zeros(rows, np.float32),
         seeds=np.arange(rows, dtype=np.uint64),
-        sample_indices=np.zeros(rows, np.uint32),
-        positions=np.zeros(rows, np.uint32),
-        num_logprobs=np.full(rows, -1, np.int32),
     )
 
 

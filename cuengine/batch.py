@@ -101,6 +101,21 @@ class SamplingBatch:
     bias_values: Float32 | None = None
     allowed_mask: UInt32 | None = None
 
+    @classmethod
+    def greedy(cls, num_rows: int) -> SamplingBatch:
+        """The most likely token of every row, with nothing reported."""
+        return cls(
+            target_ids=np.full(num_rows, -1, np.int32),
+            temperature=np.zeros(num_rows, np.float32),
+            top_k=np.zeros(num_rows, np.int32),
+            top_p=np.ones(num_rows, np.float32),
+            min_p=np.zeros(num_rows, np.float32),
+            seeds=np.zeros(num_rows, np.uint64),
+            sample_indices=np.zeros(num_rows, np.uint32),
+            positions=np.zeros(num_rows, np.uint32),
+            num_logprobs=np.full(num_rows, -1, np.int32),
+        )
+
 
 class PendingOutput(Protocol):
     """A SamplerOutput that may still be in the making; its tokens can be used on the device."""

@@ -6,6 +6,8 @@ free, and the KV cache can have it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from cuengine.batch import Batch, SamplingBatch
@@ -48,15 +50,9 @@ def _sampling(num_rows: int) -> SamplingBatch:
         return np.full(num_rows, value, np.float32)
 
     nothing, offsets = np.zeros(0, np.int32), np.zeros(num_rows + 1, np.int32)
-    return SamplingBatch(
-        target_ids=np.full(num_rows, -1, np.int32),
+    return replace(
+        SamplingBatch.greedy(num_rows),
         temperature=floats(1),
-        top_k=np.zeros(num_rows, np.int32),
-        top_p=floats(1),
-        min_p=floats(0),
-        seeds=np.zeros(num_rows, np.uint64),
-        sample_indices=np.zeros(num_rows, np.uint32),
-        positions=np.zeros(num_rows, np.uint32),
         num_logprobs=np.zeros(num_rows, np.int32),
         repetition_penalty=floats(1.1),
         presence_penalty=floats(0),

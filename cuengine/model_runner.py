@@ -85,18 +85,7 @@ class ModelRunner:
                 logits_indices=np.array([length - 1], np.int32),
                 block_copies=np.empty((0, 2), np.int32),
             )
-            sampling = SamplingBatch(
-                target_ids=np.full(1, -1, np.int32),
-                temperature=np.zeros(1, np.float32),
-                top_k=np.zeros(1, np.int32),
-                top_p=np.ones(1, np.float32),
-                min_p=np.zeros(1, np.float32),
-                seeds=np.zeros(1, np.uint64),
-                sample_indices=np.zeros(1, np.uint32),
-                positions=np.full(1, start + length, np.uint32),
-                num_logprobs=np.full(1, -1, np.int32),
-            )
-            self.run(batch, sampling).fetch()
+            self.run(batch, SamplingBatch.greedy(1)).fetch()
 
 
 @dataclass(slots=True)

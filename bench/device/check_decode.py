@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 from check_rates import copy_bandwidth
 from check_report import Report
-from check_target import Target, greedy, make_batch, random_cache
+from check_target import Target, make_batch, random_cache
 from random_model import LLAMA_3_8B, TINY, random_checkpoint
 
-from cuengine.batch import PendingOutput
+from cuengine.batch import PendingOutput, SamplingBatch
 from cuengine.device.interface import StepLimits
 from cuengine.model.config import read_model_config
 from cuengine.model.layout import outer_parts
@@ -96,7 +96,7 @@ def run(target: Target, report: Report) -> None:
 
 
 def _step_seconds(runner: ModelRunner, batch: Any, *, dry: bool) -> float:
-    sampling = greedy(len(batch.seq_lens))
+    sampling = SamplingBatch.greedy(len(batch.seq_lens))
 
     def steps(number: int) -> float:
         started = time.perf_counter()

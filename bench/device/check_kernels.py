@@ -22,7 +22,6 @@ from check_target import (
     Target,
     attention_shape,
     fill_cache,
-    greedy,
     make_batch,
     normal,
     write_new_tokens,
@@ -334,7 +333,7 @@ def _sampling(target: Target, report: Report) -> None:
     shape = attention_shape(4, 2, 16)
     device.prepare(shape)
     logits = normal(random, (rows, vocab), "float32", 3)
-    plain = greedy(rows)
+    plain = SamplingBatch.greedy(rows)
     plain.num_logprobs[:] = 5
     mixed = _mixed(random, rows, vocab)
     for name, sampling in (("greedy, logprobs", plain), ("mixed", mixed)):
@@ -365,7 +364,7 @@ def _sampling(target: Target, report: Report) -> None:
 
 def _mixed(random: np.random.Generator, rows: int, vocab: int) -> SamplingBatch:
     """Every kind of request in one batch."""
-    sampling = greedy(rows)
+    sampling = SamplingBatch.greedy(rows)
     sampling.temperature[:] = random.choice([0.0, 0.3, 1.0, 1.7], rows)
     sampling.top_k[:] = random.choice([0, 1, 20, 200], rows)
     sampling.top_p[:] = random.choice([1.0, 0.9, 0.5], rows)

@@ -16,7 +16,6 @@ from check_target import (
     Array,
     Target,
     attention_shape,
-    greedy,
     make_batch,
     normal,
     random_cache,
@@ -24,6 +23,7 @@ from check_target import (
     write_new_tokens,
 )
 
+from cuengine.batch import SamplingBatch
 from cuengine.device.cuda.device import CudaDevice
 from cuengine.device.cuda.inputs import StagedStep
 from cuengine.device.cuda.runtime import DeviceArray
@@ -382,8 +382,9 @@ class _Bench:
         device, sizes = self.device, self.sizes
         for rows in (4,) if self.target.dry else (1, 64, 256):
             logits = device.upload(normal(self.random, (rows, sizes.vocab), "float32", 3))
-            sampling = greedy(rows)
+            sampling = SamplingBatch.greedy(rows)
             self._sample(f"sample, greedy, batch {rows}", logits, sampling, 1)
+            sampling.seeds[:] = np.arange(rows)
             sampling.temperature[:] = 0.8
             sampling.top_p[:] = 0.9
             sampling.top_k[:] = 50

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from cuengine.batch import Batch, SamplingBatch
+from cuengine.batch import Batch
 from cuengine.device.cuda.device import CudaDevice
 from cuengine.device.cuda.inputs import StagedStep
 from cuengine.device.cuda.runtime import DeviceArray, Runtime
@@ -172,20 +172,6 @@ def make_batch(
         "block_copies": np.empty((0, 2), np.int32),
     }
     return Batch(**(made | fields))
-
-
-def greedy(num_rows: int) -> SamplingBatch:
-    return SamplingBatch(
-        target_ids=np.full(num_rows, -1, np.int32),
-        temperature=np.zeros(num_rows, np.float32),
-        top_k=np.zeros(num_rows, np.int32),
-        top_p=np.ones(num_rows, np.float32),
-        min_p=np.zeros(num_rows, np.float32),
-        seeds=np.arange(num_rows, dtype=np.uint64),
-        sample_indices=np.zeros(num_rows, np.uint32),
-        positions=np.ones(num_rows, np.uint32),
-        num_logprobs=np.full(num_rows, -1, np.int32),
-    )
 
 
 def attention_shape(num_heads: int, num_kv_heads: int, head_dim: int) -> AttentionShape:

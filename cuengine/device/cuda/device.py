@@ -76,7 +76,7 @@ class CudaDevice:
         self._buffers = Buffers(runtime)
         self._graphs = Graphs(runtime)
         self._uploader = Uploader(runtime)
-        self._block_lists = Staging(runtime, 1 << 12, fixed=False)
+        self._block_lists = Staging(runtime, 1 << 12)
         self._shape: AttentionShape | None = None
         self._cache: DeviceArray = None
 

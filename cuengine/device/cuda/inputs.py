@@ -70,7 +70,7 @@ class StepInputs:
             *(4 * tokens, 4 * tokens, 4 * tokens, 8 * tokens),
             *(4 * (seqs + 1), 4 * seqs, 4 * limits.max_rows, 4 * seqs * width, 8 * max_tiles),
         )
-        self._staging = Staging(runtime, sum(map(aligned, sizes)), fixed=True)
+        self._staging = Staging(runtime, sum(map(aligned, sizes)))
 
     def stage(self, batch: Batch, *, block_size: int, scratch_block: int) -> StagedStep:
         """Raises ValueError for a step beyond the limits."""
@@ -98,19 +98,7 @@ class StepInputs:
             plan = self._attention.plan(batch)
 
         staging = self._staging
-        staging.start(
-            sum(
-                map(
-                    aligned,
-                    (
-                        *(4 * num_tokens, 4 * num_tokens, 8 * num_tokens),
-                        *(4 * (num_seqs + 1), 4 * num_seqs, 4 * num_seqs * width, 4 * rows),
-                        plan.tiles.nbytes,
-                        0 if batch.token_sources is None else batch.token_sources.nbytes,
-                    ),
-                )
-            )
-        )
+        staging.start()
         # Padding is a sequence of one token 0 in the scratch block, as often as needed.
         token_ids, token_ids_at = staging.add((num_tokens,), np.int32)
         _fill(token_ids, batch.token_ids, 0)

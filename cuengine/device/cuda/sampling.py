@@ -49,7 +49,7 @@ class Sampler:
     def __init__(self, runtime: Runtime, kernels: KernelSet, *, max_rows: int) -> None:
         self._runtime = runtime
         self._kernels = kernels
-        self._staging = Staging(runtime, 1 << 14, fixed=False)
+        self._staging = Staging(runtime, 1 << 14)
         self._scores = _Grown(runtime, _FLOAT)
         self._counts = _Grown(runtime, _INT)
         self._report = _Grown(runtime, _INT)

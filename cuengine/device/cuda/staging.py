@@ -29,18 +29,17 @@ def aligned(num_bytes: int) -> int:
 class Staging:
     """One pinned and one device buffer of the same layout.
 
-        staging.start(num_bytes)             all of it, each array rounded up by `aligned`
+        staging.start(num_bytes)
         view, address = staging.add(shape, dtype)
         view[:] = ...
         staging.send()
 
-    The order of the calls gives the addresses. fixed: the buffer never grows, so that graphs can
-    hold addresses in it.
+    The order of the calls gives the addresses. The buffer grows only where `start` asks for more
+    than it has, so that graphs can hold addresses in one for which it never does.
     """
 
-    def __init__(self, runtime: Runtime, capacity: int, *, fixed: bool) -> None:
+    def __init__(self, runtime: Runtime, capacity: int) -> None:
         self._runtime = runtime
-        self._fixed = fixed
         self._turn = 0
         self._used = 0
         self._allocate(aligned(capacity))
@@ -54,14 +53,12 @@ class Staging:
         self._copied: list[Event] = [self._runtime.event() for _ in range(_DEPTH)]
         self._capacity = capacity
 
-    def start(self, num_bytes: int) -> None:
-        """Wait until a pinned buffer is free, and begin to fill it."""
+    def start(self, num_bytes: int = 0) -> None:
+        """Wait until a pinned buffer is free, and begin to fill it.
+
+        num_bytes: of all arrays, each rounded up by `aligned`, where they may take more room.
+        """
         if num_bytes > self._capacity:
-            if self._fixed:
-                raise ValueError(
-                    f"a step's index arrays take {num_bytes} bytes; the device was made for steps "
-                    f"with at most {self._capacity}"
-                )
             # What is on its way has to arrive before its buffers go.
             self._runtime.synchronize()
             self._allocate(1 << (num_bytes - 1).bit_length())
@@ -70,12 +67,19 @@ class Staging:
         self._used = 0
 
     def add(self, shape: tuple[int, ...], dtype: type[Any]) -> tuple[NDArray[Any], int]:
-        """The next array: where to fill it in, and where kernels will find it."""
+        """The next array: where to fill it in, and where kernels will find it.
+
+        Raises ValueError where there is no room.
+        """
         start = self._used
         count = 1
         for length in shape:
             count *= length
         end = start + count * np.dtype(dtype).itemsize
+        if end > self._capacity:
+            raise ValueError(
+                f"a step's arrays take more than the {self._capacity} bytes that there are for them"
+            )
         self._used = aligned(end)
         view = self._pinned[self._turn][start:end].view(dtype).reshape(shape)
         return view, self._base + start

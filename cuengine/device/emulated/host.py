@@ -247,10 +247,11 @@ class EmulatedRuntime:
 
     def _place(self, address: int, size: int, what: str) -> tuple[int, NDArray[np.uint8]]:
         """Base and shadow of the allocation that these bytes lie in. AccessError."""
-        for base, (_, shadow, _) in self.memory.allocations.items():
-            if base <= address and address + size <= base + len(shadow):
-                return base, shadow
-        raise AccessError(f"{what}: {self.memory.describe(address)}")
+        found = self.memory.find(address, size)
+        if found is None:
+            raise AccessError(f"{what}: {self.memory.describe(address)}")
+        base, allocation = found
+        return base, allocation.shadow
 
     def _require(self, array: HostedArray, what: str) -> None:
         bad = np.flatnonzero(array.shadow)
