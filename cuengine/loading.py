@@ -5,6 +5,7 @@ One log line per phase. Everything that imports model code does so here, when an
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 import time
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cuengine.beside import Beside
 from cuengine.config import EngineConfig
 from cuengine.engine import Engine, LoadedModel
 from cuengine.errors import ConfigError, DeviceMemoryError, ModelError
@@ -22,24 +24,29 @@ from cuengine.swap_space import SwapCosts, SwapSpace
 
 if TYPE_CHECKING:
     from cuengine.device.interface import AttentionShape, Device
+    from cuengine.model.chat_template import ChatTemplate
     from cuengine.model.config import ModelConfig
     from cuengine.model.find import ModelFiles
+    from cuengine.model.generation_config import GenerationDefaults
+    from cuengine.model.tokenizer import Tokenizer
 
 logger = logging.getLogger("cuengine")
 
 
 def load_engine(config: EngineConfig) -> Engine:
     """Raises ModelError for a model that can't be used, ConfigError for settings that don't fit."""
+    with _hurry():
+        return _load_engine(config)
+
+
+def _load_engine(config: EngineConfig) -> Engine:
     from cuengine.device.interface import StepLimits
     from cuengine.device.select import select_device
     from cuengine.largest_step import run_largest_step
-    from cuengine.model.chat_template import ChatTemplate
     from cuengine.model.config import read_model_config
     from cuengine.model.find import find_model
-    from cuengine.model.generation_config import read_generation_config
     from cuengine.model.llama import Llama
     from cuengine.model.loader import load_weights
-    from cuengine.model.tokenizer import Tokenizer
     from cuengine.model_runner import ModelRunner
 
     progress = sys.stderr.isatty()
@@ -47,6 +54,7 @@ def load_engine(config: EngineConfig) -> Engine:
         files = find_model(config.model, revision=config.revision, progress=progress)
         folder = _folder(files, progress=progress)
         model_config = read_model_config(folder)
+    text = Beside(lambda: _load_text(config, folder))
     max_model_len = _max_model_len(config, model_config.context_length)
     limits = StepLimits(
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -68,12 +76,7 @@ def load_engine(config: EngineConfig) -> Engine:
         llama = Llama(model_config, weights, device)
     with _phase("kernels"):
         device.prepare(llama.attention_shape, progress=progress)
-    with _phase("tokenizer"):
-        tokenizer = None if config.skip_tokenizer_init else Tokenizer.from_folder(folder)
-        chat_template = (
-            None if tokenizer is None else ChatTemplate.from_folder(folder, config.chat_template)
-        )
-        defaults = read_generation_config(folder)
+    tokenizer, chat_template, defaults = text.result()
     eos = set(defaults.eos_token_ids or model_config.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
@@ -122,6 +125,22 @@ def load_engine(config: EngineConfig) -> Engine:
         max_model_len=max_model_len,
         swap_space=swap_space,
     )
+
+
+def _load_text(
+    config: EngineConfig, folder: Path
+) -> tuple[Tokenizer | None, ChatTemplate | None, GenerationDefaults]:
+    """Tokenizer and chat template, None where there are to be none, and what the authors advise."""
+    from cuengine.model.chat_template import ChatTemplate
+    from cuengine.model.generation_config import read_generation_config
+    from cuengine.model.tokenizer import Tokenizer
+
+    with _phase("tokenizer"):
+        defaults = read_generation_config(folder)
+        if config.skip_tokenizer_init:
+            return None, None, defaults
+        tokenizer = Tokenizer.from_folder(folder)
+        return tokenizer, ChatTemplate.from_folder(folder, config.chat_template), defaults
 
 
 def _swap_space(
@@ -219,6 +238,24 @@ def _max_model_len(config: EngineConfig, limit: int) -> int:
             f"max_model_len={config.max_model_len} is more than this model's {limit} positions"
         )
     return config.max_model_len
+
+
+@contextmanager
+def _hurry() -> Iterator[None]:
+    """Python as it suits loading: a few threads take turns, and what they make is kept.
+
+    Half a million objects come with Numba, and looking for garbage among them takes 0.2 s. A thread
+    that has packed a matrix, without the GIL, would wait 5 ms for it.
+    """
+    collects, interval = gc.isenabled(), sys.getswitchinterval()
+    gc.disable()
+    sys.setswitchinterval(0.0005)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+        if collects:
+            gc.enable()
 
 
 @contextmanager

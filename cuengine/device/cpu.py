@@ -1,6 +1,6 @@
 """The `cpu` device: NumPy arrays in float32, kernels in Numba, or in NumPy where there is none.
 
-What the operations compute is in packed.py, numba_kernels.py and numba_sampler.py, or else in
+What the operations compute is in products.py, numba_kernels.py and numba_sampler.py, or else in
 numpy_kernels.py and sampler.py; this module owns memory and threads.
 """
 
@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
-from pathlib import Path
-from types import ModuleType
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cuengine.batch import Batch, Float32, Int32, SamplerOutput, SamplingBatch
+from cuengine.beside import Beside
 from cuengine.device import numpy_kernels, sampler
+from cuengine.device.container import available_memory, cpu_quota
 from cuengine.device.interface import AttentionShape
+
+if TYPE_CHECKING:
+    from cuengine.device.packed import Arena, PackedMatrix
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,30 @@ class Kernels(Protocol):
     def paged_attention(
         self, q: Float32, kv_layer: Float32, batch: Batch, shape: AttentionShape, out: Float32
     ) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Operations:
+    """What is done by Numba where it is there, and by NumPy where not."""
+
+    kernels: Kernels
+    linear: Callable[[Float32, Any, Float32], None]
+    draw_rows: sampler.DrawRows
+
+
+def _numba_operations() -> _Operations:
+    """Raises ImportError where Numba is not, or not one that works with this NumPy."""
+    quota = cpu_quota()
+    if quota is not None:
+        # It stays there: whenever Numba compiles, it looks whether its settings still hold.
+        threads = max(1, min(quota, len(os.sched_getaffinity(0))))
+        os.environ.setdefault("NUMBA_NUM_THREADS", str(threads))
+    from cuengine.device import numba_setup
+
+    with numba_setup.kernels_defined_here():
+        from cuengine.device import numba_kernels, numba_sampler, products
+    numba_setup.start_threads()
+    return _Operations(numba_kernels, products.linear, numba_sampler.draw_rows)
 
 
 class _Results:
@@ -93,39 +121,38 @@ class CpuDevice:
     swap_rate = 5e9
 
     def __init__(self, *, use_numba: bool | None = None) -> None:
-        self._packed: ModuleType | None = None
-        self._arena: Any = None
-        self._kernels: Kernels = numpy_kernels
-        self._draw_rows: sampler.DrawRows = sampler.draw_rows
+        self._operations = _Operations(numpy_kernels, numpy_kernels.linear, sampler.draw_rows)
+        self._loading: Beside[_Operations] | None = None
+        self._arena: Arena | None = None
         self._last_tokens: Int32 = np.empty(0, np.int32)
         self._results = _Results()
         self._no_range = nullcontext()
         if use_numba is None:
-            if importlib.util.find_spec("numba") is None:
-                return
+            use_numba = importlib.util.find_spec("numba") is not None
+        if use_numba:
+            from cuengine.device.packed import Arena
+
+            self._arena = Arena()
+            # Importing Numba takes a third of a second, loading kernels from their cache more than
+            # that, compiling them, where it is cold, half a minute. Meanwhile, other cores load
+            # weights.
+            self._loading = Beside(_numba_operations)
+
+    @property
+    def _ready(self) -> _Operations:
+        if self._loading is not None:
             try:
-                self._load_numba()
+                self._operations = self._loading.result()
             except ImportError as error:
                 logger.warning("Numba is installed but cannot be imported: %s", error)
-        elif use_numba:
-            self._load_numba()
-
-    def _load_numba(self) -> None:
-        # Importing Numba takes a third of a second; compiling, where its cache is cold, far more.
-        from cuengine.device import numba_setup
-
-        with numba_setup.kernels_defined_here():
-            from cuengine.device import numba_kernels, numba_sampler, packed
-        numba_setup.start_threads(cpu_quota())
-        self._packed = packed
-        self._arena = packed.Arena()
-        self._kernels = numba_kernels
-        self._draw_rows = numba_sampler.draw_rows
+            self._loading = None
+        return self._operations
 
     @property
     def kernels(self) -> str:
         """Which kernels are in use: "Numba" or "NumPy"."""
-        return "NumPy" if self._packed is None else "Numba"
+        numba = self._loading is not None or self._operations.kernels is not numpy_kernels
+        return "Numba" if numba else "NumPy"
 
     def free_memory(self) -> int:
         return available_memory()
@@ -140,7 +167,11 @@ class CpuDevice:
 
     def upload_matrix(self, array: NDArray[Any]) -> Any:
         weight = self.upload(array)
-        return weight if self._packed is None else self._packed.pack(weight, self._arena)
+        if self._arena is None:
+            return weight
+        from cuengine.device.packed import pack
+
+        return pack(weight, self._arena)
 
     def download(self, array: NDArray[Any]) -> NDArray[Any]:
         return array
@@ -152,9 +183,12 @@ class CpuDevice:
         self, num_layers: int, num_blocks: int, block_size: int, shape: AttentionShape
     ) -> Float32:
         # Zero pages of the kernel's: memory is taken as blocks are first written.
-        return np.zeros(
+        cache: Float32 = np.zeros(
             (num_layers, 2, num_blocks, shape.num_kv_heads, block_size, shape.head_dim), np.float32
         )
+        # Those of the first blocks now: they may be huge, and make the first request wait.
+        cache[:, :, :1] = 0
+        return cache
 
     def allocate_host_cache(
         self, num_layers: int, num_blocks: int, block_size: int, shape: AttentionShape
@@ -175,18 +209,16 @@ class CpuDevice:
     def replay(self, staged: Batch, body: Callable[[], Float32]) -> Float32:
         return body()
 
-    def embedding(self, weight: Any, staged: Batch) -> Float32:
+    def embedding(self, weight: Float32 | PackedMatrix, staged: Batch) -> Float32:
         ids = staged.token_ids
-        rows: Float32 = weight[ids] if self._packed is None else weight.rows(ids)
-        return rows
+        return weight[ids] if isinstance(weight, np.ndarray) else weight.rows(ids)
 
-    def linear(self, x: Float32, weight: Any, bias: Float32 | None = None) -> Float32:
-        if self._packed is None:
-            out = self._results.take("linear", len(x), len(weight))
-            np.matmul(x, weight.T, out=out)
-        else:
-            out = self._results.take("linear", len(x), weight.out_features)
-            self._packed.linear(x, weight, out)
+    def linear(
+        self, x: Float32, weight: Float32 | PackedMatrix, bias: Float32 | None = None
+    ) -> Float32:
+        width = len(weight) if isinstance(weight, np.ndarray) else weight.out_features
+        out = self._results.take("linear", len(x), width)
+        self._ready.linear(x, weight, out)
         if bias is not None:
             out += bias
         return out
@@ -196,17 +228,17 @@ class CpuDevice:
 
     def rms_norm(self, x: Float32, weight: Float32, eps: float) -> Float32:
         out = self._results.take("norm", *x.shape)
-        self._kernels.rms_norm(x, weight, eps, out)
+        self._ready.kernels.rms_norm(x, weight, eps, out)
         return out
 
     def add_rms_norm(self, x: Float32, residual: Float32, weight: Float32, eps: float) -> Float32:
         out = self._results.take("norm", *x.shape)
-        self._kernels.add_rms_norm(x, residual, weight, eps, out)
+        self._ready.kernels.add_rms_norm(x, residual, weight, eps, out)
         return out
 
     def silu_mul(self, gate_up: Float32) -> Float32:
         out = self._results.take("silu", len(gate_up), gate_up.shape[1] // 2)
-        self._kernels.silu_mul(gate_up, out)
+        self._ready.kernels.silu_mul(gate_up, out)
         return out
 
     def rotary_cache(
@@ -218,14 +250,14 @@ class CpuDevice:
         shape: AttentionShape,
     ) -> Float32:
         out = self._results.take("rotary", len(qkv), shape.num_heads * shape.head_dim)
-        self._kernels.rotary_cache(qkv, cos_sin, kv_layer, staged, shape, out)
+        self._ready.kernels.rotary_cache(qkv, cos_sin, kv_layer, staged, shape, out)
         return out
 
     def paged_attention(
         self, q: Float32, kv_layer: Float32, staged: Batch, shape: AttentionShape
     ) -> Float32:
         out = self._results.take("attention", *q.shape)
-        self._kernels.paged_attention(q, kv_layer, staged, shape, out)
+        self._ready.kernels.paged_attention(q, kv_layer, staged, shape, out)
         return out
 
     def take_rows(self, x: Float32, staged: Batch) -> Float32:
@@ -249,78 +281,7 @@ class CpuDevice:
     def sample(
         self, logits: Float32, sampling: SamplingBatch, *, first_row: int = 0
     ) -> SamplerOutput:
-        output = sampler.sample(logits, sampling, self._draw_rows)
+        output = sampler.sample(logits, sampling, self._ready.draw_rows)
         earlier = self._last_tokens[:first_row]
         self._last_tokens = np.concatenate([earlier, output.token_ids])
         return output
-
-
-def available_memory(root: Path = Path("/")) -> int:
-    """Bytes free by the kernel's own estimate, or what is left of a cgroup's limit if less.
-
-    Page cache counts as free in both. Both cgroup versions are read, each from this process's group
-    up to the top.
-    """
-    free = _meminfo(root / "proc/meminfo")
-    for limit_name, usage_name, cache_name in (
-        ("memory.max", "memory.current", "inactive_file"),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        for folder in _cgroups(root, "memory"):
-            try:
-                limit = (folder / limit_name).read_text().strip()
-                usage = (folder / usage_name).read_text().strip()
-                stat = (folder / "memory.stat").read_text().split()
-            except OSError:
-                continue
-            if limit != "max":
-                cache = int(stat[stat.index(cache_name) + 1]) if cache_name in stat else 0
-                free = min(free, max(0, int(limit) - int(usage) + cache))
-    return free
-
-
-def cpu_quota(root: Path = Path("/")) -> int | None:
-    """CPUs that a cgroup's limit lets this process use, rounded up; None: no limit.
-
-    More threads than that would be stopped together, each time that the quota is used up.
-    """
-    quotas = []
-    for folder in _cgroups(root, "cpu"):
-        try:
-            if (folder / "cpu.max").exists():
-                quota, period = (folder / "cpu.max").read_text().split()
-            else:
-                quota = (folder / "cpu.cfs_quota_us").read_text().strip()
-                period = (folder / "cpu.cfs_period_us").read_text().strip()
-        except OSError:
-            continue
-        if quota not in ("max", "-1"):
-            quotas.append(-(-int(quota) // int(period)))
-    return min(quotas, default=None)
-
-
-def _meminfo(path: Path) -> int:
-    for line in path.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{path}: no MemAvailable line; Linux 3.14 or later is needed")
-
-
-def _cgroups(root: Path, controller: str) -> list[Path]:
-    """Folders of the cgroups, of either version, that limit this process, innermost first."""
-    try:
-        entries = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    folders = []
-    for entry in entries:
-        _, controllers, path = entry.split(":", 2)
-        if controllers == "":
-            base = root / "sys/fs/cgroup"
-        elif controller in controllers.split(","):
-            base = root / "sys/fs/cgroup" / controller
-        else:
-            continue
-        relative = Path(path.lstrip("/"))
-        folders += [base / folder for folder in (relative, *relative.parents)]
-    return folders

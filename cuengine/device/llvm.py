@@ -1,6 +1,6 @@
 """Words for writing LLVM IR: vectors, memory by address, loops that carry sums in registers.
 
-simd.py and packed.py make their tiles of these; nothing here knows what is computed.
+simd.py and products.py make their tiles of these; nothing here knows what is computed.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import binding, ir
-
-from cuengine.device.numba_setup import declare
 
 WIDE: bool = binding.get_host_cpu_features().get("avx512f", False)
 LANES = 16 if WIDE else 8
@@ -32,6 +30,12 @@ def load(builder: Any, address: Any, kind: Any = VECTOR, *, align: int = 4) -> A
 
 def store(builder: Any, value: Any, address: Any) -> None:
     builder.store(value, builder.inttoptr(address, value.type.as_pointer()), align=4)
+
+
+def declare(builder: Any, kind: Any, name: str) -> Any:
+    """The function of LLVM's with that type and name, such as llvm.fmuladd.v16f32."""
+    known = builder.module.globals.get(name)
+    return ir.Function(builder.module, kind, name) if known is None else known
 
 
 def prefetch(builder: Any, address: Any) -> None:

@@ -1,4 +1,4 @@
-"""The CPU device's operations in Numba, but for products (packed.py) and sampling.
+"""The CPU device's operations in Numba, but for products (products.py) and sampling.
 
 Small work is done by the calling thread. Sums are taken in an order that depends on a row's own
 length alone, so that a sequence's results are the same alone and in any batch or chunk.
@@ -6,8 +6,10 @@ length alone, so that a sequence's results are the same alone and in any batch o
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
-from numba import get_num_threads, prange
+from numba import get_num_threads, prange, types
 
 from cuengine.batch import Batch, Float32, Int32, Int64
 from cuengine.device.interface import AttentionShape
@@ -42,6 +44,16 @@ _TASKS_PER_THREAD = 4
 """Tasks from which on threads are done at about the same time."""
 
 _FAST = {"reassoc", "contract", "nsz", "arcp", "nnan"}
+
+
+def _read(kind: Any, dimensions: int) -> Any:
+    """An array that is only read, as weights in a mapped file have to be."""
+    return types.Array(kind, dimensions, "C", readonly=True)
+
+
+# Named, they are compiled, or loaded, with this module, and not when a request is there.
+_VECTOR, _MATRIX = _read(types.float32, 1), _read(types.float32, 2)
+_RESULT, _CACHE = types.float32[:, ::1], types.float32[:, :, :, :, ::1]
 
 
 def rms_norm(x: Float32, weight: Float32, eps: float, out: Float32) -> None:
@@ -102,7 +114,7 @@ def _add_normalize(
     _normalize(residual, weight, eps, out)
 
 
-@njit(parallel=True, cache=True)
+@njit((_MATRIX, _VECTOR, types.float32, _RESULT), parallel=True, cache=True)
 def _rms_norm(x: Float32, weight: Float32, eps: np.float32, out: Float32) -> None:
     if x.size < _PARALLEL_FROM:
         for row in range(len(x)):
@@ -112,7 +124,7 @@ def _rms_norm(x: Float32, weight: Float32, eps: np.float32, out: Float32) -> Non
             _normalize(x[row], weight, eps, out[row])
 
 
-@njit(parallel=True, cache=True)
+@njit((_MATRIX, _RESULT, _VECTOR, types.float32, _RESULT), parallel=True, cache=True)
 def _add_rms_norm(
     x: Float32, residual: Float32, weight: Float32, eps: np.float32, out: Float32
 ) -> None:
@@ -133,7 +145,7 @@ def _silu_row(gate_up: Float32, out: Float32) -> None:
         out[i] = gate / (np.float32(1) + exp(min(-gate, np.float32(87)))) * gate_up[width + i]
 
 
-@njit(parallel=True, cache=True)
+@njit((_MATRIX, _RESULT), parallel=True, cache=True)
 def _silu_mul(gate_up: Float32, out: Float32) -> None:
     if out.size < _PARALLEL_FROM:
         for row in range(len(out)):
@@ -168,7 +180,11 @@ def _rotary_token(
         kv_layer[1, block, head, offset] = qkv[start : start + dim]
 
 
-@njit(parallel=True, cache=True)
+@njit(
+    (_MATRIX, _MATRIX, _CACHE, _read(types.int32, 1), _read(types.int64, 1), _RESULT),
+    parallel=True,
+    cache=True,
+)
 def _rotary_cache(
     qkv: Float32,
     cos_sin: Float32,
@@ -361,7 +377,21 @@ def _list_tasks(
     return tasks[:task], partial_starts
 
 
-@njit(parallel=True, cache=True, error_model="numpy")
+@njit(
+    (
+        _MATRIX,
+        _CACHE,
+        _read(types.int32, 2),
+        _read(types.int32, 1),
+        _read(types.int32, 1),
+        types.float32,
+        types.int64,
+        _RESULT,
+    ),
+    parallel=True,
+    cache=True,
+    error_model="numpy",
+)
 def _paged_attention(
     q: Float32,
     kv_layer: Float32,

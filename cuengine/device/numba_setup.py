@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 
 import numba
 import numba.extending
-from numba.core import cgutils
 from numba.core import config as numba_config
 
 from cuengine.paths import cache_dir
@@ -30,7 +29,9 @@ what Python takes from one kernel to the next. GNU's default is far more: on a m
 work a parallel loop then waits for its own spinning threads (11 ms measured, instead of 7 us)."""
 
 
-def njit(signature: str | None = None, **options: Any) -> Callable[[_Function], _Function]:
+def njit(
+    signature: str | tuple[Any, ...] | None = None, **options: Any
+) -> Callable[[_Function], _Function]:
     """numba.njit, for mypy: what it makes is called as the Python function would be."""
     arguments = () if signature is None else (signature,)
     return cast(Callable[[_Function], _Function], numba.njit(*arguments, **options))
@@ -39,11 +40,6 @@ def njit(signature: str | None = None, **options: Any) -> Callable[[_Function], 
 def intrinsic(emit: Callable[..., Any]) -> Callable[..., Any]:
     """numba.extending.intrinsic, for mypy: its calls lack the first parameter."""
     return cast(Callable[..., Any], numba.extending.intrinsic(emit))
-
-
-def declare(builder: Any, kind: Any, name: str) -> Any:
-    """The function of LLVM's with that type and name, such as llvm.fmuladd.v16f32."""
-    return cast(Any, cgutils).get_or_insert_function(builder.module, kind, name)
 
 
 @contextmanager
@@ -74,8 +70,8 @@ def _writable_cache() -> str:
     return str(folder) if os.access(folder, os.W_OK) else ""
 
 
-def start_threads(quota: int | None) -> None:
-    """Start Numba's threads, at most quota of them at work (a container's share of the CPUs).
+def start_threads() -> None:
+    """Start Numba's threads.
 
     GNU's OpenMP reads its settings when it is loaded, which is here; the environment is then as
     before.
@@ -88,8 +84,6 @@ def start_threads(quota: int | None) -> None:
     finally:
         if ours:
             del os.environ["GOMP_SPINCOUNT"]
-    if quota is not None:
-        numba.set_num_threads(max(1, min(numba.get_num_threads(), quota)))
 
 
 def _first_parallel_loop() -> None:

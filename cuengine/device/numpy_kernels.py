@@ -4,10 +4,22 @@ oracle. Shapes are those of interface.py.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from cuengine.batch import Batch, Float32
 from cuengine.device.interface import AttentionShape
+
+if TYPE_CHECKING:
+    from cuengine.device.packed import PackedMatrix
+
+
+def linear(x: Float32, weight: Float32 | PackedMatrix, out: Float32) -> None:
+    if isinstance(weight, np.ndarray):
+        np.matmul(x, weight.T, out=out)
+    else:
+        weight.multiply(x, out)
 
 
 def rms_norm(x: Float32, weight: Float32, eps: float, out: Float32) -> None:

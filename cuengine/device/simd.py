@@ -20,6 +20,7 @@ from cuengine.device.llvm import (
     ZERO,
     at,
     broadcast,
+    declare,
     fma,
     load,
     loop,
@@ -27,7 +28,7 @@ from cuengine.device.llvm import (
     store,
     switch_rows,
 )
-from cuengine.device.numba_setup import declare, intrinsic
+from cuengine.device.numba_setup import intrinsic
 
 SCORE_ROWS = 3
 SCORE_COLUMNS = 8 if WIDE else 4

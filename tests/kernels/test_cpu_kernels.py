@@ -6,6 +6,8 @@ hold no token are NaN: a result without NaN has not used them.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,8 @@ import pytest
 from numpy.typing import NDArray
 
 from cuengine.batch import Batch
-from cuengine.device.cpu import CpuDevice, available_memory, cpu_quota
+from cuengine.device.container import available_memory, cpu_quota
+from cuengine.device.cpu import CpuDevice
 from cuengine.device.interface import AttentionShape
 
 TOLERANCE = 2e-5
@@ -318,6 +321,49 @@ def test_cpu_quota_is_rounded_up(
 ) -> None:
     files = {"proc/self/cgroup": "0::/box\n", f"sys/fs/cgroup/box/{name}": text}
     assert cpu_quota(memory_files(tmp_path, files)) == expected
+
+
+def test_a_share_of_the_cpus_limits_the_threads_of_whoever_calls(tmp_path: Path) -> None:
+    pytest.importorskip("numba")
+    # In a process of its own: Numba reads its settings once. The server's engine has a thread.
+    code = """
+import threading
+from unittest import mock
+from cuengine.device import cpu
+with mock.patch.object(cpu, "cpu_quota", return_value=1):
+    device = cpu.CpuDevice(use_numba=True)
+    device.rms_norm(cpu.np.ones((1, 8), "f4"), cpu.np.ones(8, "f4"), 1e-5)
+import numba
+seen = []
+thread = threading.Thread(target=lambda: seen.append(numba.get_num_threads()))
+thread.start()
+thread.join()
+print(seen, numba.get_num_threads())
+"""
+    output = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True
+    )
+    assert output.returncode == 0, output.stderr
+    assert output.stdout.strip() == "[1] 1"
+
+
+def test_weights_that_were_packed_are_multiplied_where_numba_turns_out_not_to_work(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("llvmlite")
+
+    def fail() -> None:
+        raise ImportError("Numba needs NumPy 2.3 or less")
+
+    monkeypatch.setattr("cuengine.device.cpu._numba_operations", fail)
+    device = CpuDevice(use_numba=True)
+    generator = np.random.default_rng(0)
+    weight, x = generator.normal(size=(37, 20)), generator.normal(size=(5, 20))
+    packed = device.upload_matrix(weight)
+    out = device.linear(x.astype(np.float32), packed)
+    np.testing.assert_allclose(out, x @ weight.T, rtol=1e-5, atol=1e-5)
+    assert "Numba needs NumPy 2.3 or less" in caplog.text
+    assert device.kernels == "NumPy"
 
 
 def test_the_budget_of_the_kv_cache_is_half_of_free_memory_up_to_4_gib(

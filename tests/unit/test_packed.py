@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-packed = pytest.importorskip("cuengine.device.packed", reason="needs numba")
+products = pytest.importorskip("cuengine.device.products", reason="needs numba")
+packed = pytest.importorskip("cuengine.device.packed")
 
 
 def normal(*shape: int) -> np.ndarray:
@@ -16,7 +17,7 @@ def normal(*shape: int) -> np.ndarray:
 
 def product(x: np.ndarray, matrix: Any) -> np.ndarray:
     out = np.full((len(x), matrix.out_features), np.nan, np.float32)
-    packed.linear(x, matrix, out)
+    products.linear(x, matrix, out)
     return out
 
 
@@ -27,7 +28,7 @@ def test_products_agree_with_float64_for_every_number_of_rows_a_tile_can_have(
 ) -> None:
     weight = normal(out_features, in_features)
     matrix = packed.pack(weight, packed.Arena())
-    for num_rows in range(2 * packed.ROWS + 2):
+    for num_rows in range(2 * products.ROWS + 2):
         x = normal(num_rows, in_features)
         expected = x.astype(np.float64) @ weight.astype(np.float64).T
         np.testing.assert_allclose(product(x, matrix), expected, rtol=1e-5, atol=1e-5)
