@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Self, TypeVar
 
 T = TypeVar("T")
 
@@ -13,6 +13,7 @@ class Beside(Generic[T]):
     """Calls `work` in a thread that does not outlive the process.
 
     It pays where work, or what is done beside it, lets go of the GIL: I/O, NumPy on large arrays.
+    As a context: leaving it waits for the work.
     """
 
     def __init__(self, work: Callable[[], T]) -> None:
@@ -34,3 +35,9 @@ class Beside(Generic[T]):
         if self._error is not None:
             raise self._error
         return self._value[0]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()

@@ -30,31 +30,41 @@ if TYPE_CHECKING:
     from cuengine.model.generation_config import GenerationDefaults
     from cuengine.model.tokenizer import Tokenizer
 
+    Text = tuple[Tokenizer | None, ChatTemplate | None, GenerationDefaults]
+
 logger = logging.getLogger("cuengine")
 
 
 def load_engine(config: EngineConfig) -> Engine:
     """Raises ModelError for a model that can't be used, ConfigError for settings that don't fit."""
+    from cuengine.model.config import read_model_config
+    from cuengine.model.find import find_model
+
+    progress = sys.stderr.isatty()
     with _hurry():
-        return _load_engine(config)
+        with _phase("model files"):
+            files = find_model(config.model, revision=config.revision, progress=progress)
+            folder = _folder(files, progress=progress)
+            model_config = read_model_config(folder)
+        with Beside(lambda: _load_text(config, folder)) as text:
+            return _load_engine(config, folder, model_config, text, progress=progress)
 
 
-def _load_engine(config: EngineConfig) -> Engine:
+def _load_engine(
+    config: EngineConfig,
+    folder: Path,
+    model_config: ModelConfig,
+    text: Beside[Text],
+    *,
+    progress: bool,
+) -> Engine:
     from cuengine.device.interface import StepLimits
     from cuengine.device.select import select_device
     from cuengine.largest_step import run_largest_step
-    from cuengine.model.config import read_model_config
-    from cuengine.model.find import find_model
     from cuengine.model.llama import Llama
     from cuengine.model.loader import load_weights
     from cuengine.model_runner import ModelRunner
 
-    progress = sys.stderr.isatty()
-    with _phase("model files"):
-        files = find_model(config.model, revision=config.revision, progress=progress)
-        folder = _folder(files, progress=progress)
-        model_config = read_model_config(folder)
-    text = Beside(lambda: _load_text(config, folder))
     max_model_len = _max_model_len(config, model_config.context_length)
     limits = StepLimits(
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -127,9 +137,7 @@ def _load_engine(config: EngineConfig) -> Engine:
     )
 
 
-def _load_text(
-    config: EngineConfig, folder: Path
-) -> tuple[Tokenizer | None, ChatTemplate | None, GenerationDefaults]:
+def _load_text(config: EngineConfig, folder: Path) -> Text:
     """Tokenizer and chat template, None where there are to be none, and what the authors advise."""
     from cuengine.model.chat_template import ChatTemplate
     from cuengine.model.generation_config import read_generation_config

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -29,3 +30,10 @@ def test_an_error_is_raised_where_the_result_is_wanted() -> None:
     for _ in range(2):
         with pytest.raises(KeyError):
             beside.result()
+
+
+def test_nothing_goes_on_after_its_context() -> None:
+    done = []
+    with pytest.raises(ValueError, match="elsewhere"), Beside(lambda: done.append(time.sleep(0.2))):
+        raise ValueError("elsewhere")
+    assert done == [None]

@@ -248,7 +248,7 @@ def memory(key):
 
 folder = Path(sys.argv[1])
 device = CpuDevice()
-# Waits for the kernels: loading them, or compiling them where they are not cached, takes memory too.
+# Waits for the kernels: loading them takes memory too, compiling them more.
 device.rms_norm(np.ones((1, 8), np.float32), np.ones(8, np.float32), 1e-5)
 Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
 before = memory("VmRSS")
