@@ -11,8 +11,10 @@ import pytest
 
 from cuengine import LLM, SamplingParams
 from cuengine.batch import Batch
+from cuengine.cli.main import main
 from cuengine.device.emulated import host
 from cuengine.device.emulated.runtime import REVERSE, SHUFFLED, KernelFault
+from cuengine.device.nvrtc import NvrtcError
 from cuengine.errors import ConfigError, ModelError
 from cuengine.outputs import RequestOutput
 from cuengine.swap_space import SwapCosts
@@ -280,6 +282,46 @@ def test_a_wrong_block_in_a_table_is_found_by_the_emulator(
     monkeypatch.setattr(runtime, "guard", another_block)
     with pytest.raises((KernelFault, ValueError), match=r"not the kernel's|slot_mapping"):
         generate(llm, [[5, 6, 7]], greedy())
+
+
+def test_an_entry_of_the_next_row_of_the_block_tables_is_found_by_the_emulator(
+    tiny_model: TinyModel, emulated_llm: EmulatedLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are as long as the longest sequence needs: what follows is another sequence's block."""
+    llm = emulated_llm(tiny_model(MODEL), **SETTINGS)
+    attention = llm.engine.runner.model.device._attention  # type: ignore[attr-defined]
+    launch = attention.launch
+
+    def one_too_few(*arguments: object, table_width: int, **rest: object) -> None:
+        launch(*arguments, table_width=table_width - 1, **rest)
+
+    monkeypatch.setattr(attention, "launch", one_too_few)
+    with pytest.raises(KernelFault, match="not the kernel's"):
+        generate(llm, [[5, 6, 7], [8, 9, 10]], greedy())
+
+
+def test_kernels_that_were_built_ahead_serve_without_nvrtc(
+    tiny_model: TinyModel,
+    emulated_llm: EmulatedLLM,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    out = tmp_path / "kernels"
+    wanted = ["--head-dim", "16", "--dtype", "float32", "--cuda", "12"]
+    assert main(["compile", "--arch", "sm_80", *wanted, "--out", str(out)]) == 0
+
+    def missing(major: int | None = None) -> None:
+        raise NvrtcError("no NVRTC here")
+
+    monkeypatch.setattr("cuengine.device.kernel_cache.find_nvrtc", missing)
+    monkeypatch.setattr("cuengine.device.kernel_cache.cache_dir", lambda: tmp_path / "empty")
+    monkeypatch.setenv("CUENGINE_KERNELS", str(out))
+    folder = tiny_model(MODEL)
+    expected = on_cpu(folder, [[5, 6, 7]], greedy())
+    assert_same(generate(emulated_llm(folder, **SETTINGS), [[5, 6, 7]], greedy()), expected)
+    monkeypatch.delenv("CUENGINE_KERNELS")
+    with pytest.raises(NvrtcError, match="no NVRTC here"):
+        emulated_llm(folder, **SETTINGS)
 
 
 def test_logits_that_are_not_numbers_are_an_error_and_the_next_request_is_served(

@@ -16,6 +16,10 @@ from cuengine.device.cuda.runtime import DeviceArray, Runtime
 from cuengine.device.cuda.staging import Staging, aligned
 from cuengine.device.interface import StepLimits
 
+_GUARD = 1
+"""Columns of the block tables that no sequence needs. A kernel that reads one entry too far would
+find the next sequence's block, which it may use; so it finds what the emulator forbids."""
+
 
 @dataclass(slots=True)
 class StagedStep:
@@ -65,7 +69,7 @@ class StepInputs:
         self._limits = limits
         self._use_graphs = use_graphs
         tokens, seqs = limits.max_tokens, limits.max_num_seqs
-        width = -(-limits.max_model_len // limits.block_size)
+        width = -(-limits.max_model_len // limits.block_size) + _GUARD
         sizes = (
             *(4 * tokens, 4 * tokens, 4 * tokens, 8 * tokens),
             *(4 * (seqs + 1), 4 * seqs, 4 * limits.max_rows, 4 * seqs * width, 8 * max_tiles),
@@ -111,6 +115,7 @@ class StepInputs:
         query_start_loc[count + 1 :] = np.arange(count + 1, num_seqs + 1)
         lens, lens_at = staging.add((num_seqs,), np.int32)
         _fill(lens, batch.seq_lens, 1)
+        width += _GUARD
         tables, tables_at = staging.add((num_seqs, width), np.int32)
         tables[:count, : batch.block_tables.shape[1]] = batch.block_tables
         tables[count:, 0] = scratch_block
