@@ -41,6 +41,7 @@ _COUNTERS = (
     ("prefix_cache_queries", "prefix_queries", "Prompt tokens looked up in the prefix cache"),
     ("prefix_cache_hits", "prefix_hits", "Prompt tokens found in the prefix cache"),
     ("preemptions", "num_preemptions", "Sequences preempted"),
+    ("swaps", "num_swaps", "Preemptions that moved KV blocks to host memory"),
     ("engine_steps", "num_steps", "Steps of the engine"),
     ("prompt_tokens", "prompt_tokens", "Prompt tokens computed"),
     ("generation_tokens", "generation_tokens", "Tokens generated"),

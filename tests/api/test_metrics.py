@@ -22,8 +22,8 @@ async def _samples(served: Served) -> dict[str, float]:
 async def test_the_engines_figures_are_shown(serve: Serve) -> None:
     figures = EngineStats(
         num_running=2, num_waiting=3, num_blocks=40, num_free_blocks=30, num_used_blocks=10,
-        num_cached_blocks=7, prefix_queries=100, prefix_hits=64, num_preemptions=5, num_steps=9,
-        prompt_tokens=120, generation_tokens=80,
+        num_cached_blocks=7, prefix_queries=100, prefix_hits=64, num_preemptions=5, num_swaps=2,
+        num_steps=9, prompt_tokens=120, generation_tokens=80,
     )  # fmt: skip
     samples = await _samples(await serve(FakeEngine(figures=figures)))
     expected = {
@@ -31,9 +31,9 @@ async def test_the_engines_figures_are_shown(serve: Serve) -> None:
         "cuengine_kv_blocks_free": 30, "cuengine_kv_blocks_used": 10,
         "cuengine_kv_blocks_cached": 7, "cuengine_kv_cache_usage_ratio": 0.25,
         "cuengine_prefix_cache_queries_total": 100, "cuengine_prefix_cache_hits_total": 64,
-        "cuengine_preemptions_total": 5, "cuengine_engine_steps_total": 9,
-        "cuengine_prompt_tokens_total": 120, "cuengine_generation_tokens_total": 80,
-        "cuengine_model_info[fake-model]": 1,
+        "cuengine_preemptions_total": 5, "cuengine_swaps_total": 2,
+        "cuengine_engine_steps_total": 9, "cuengine_prompt_tokens_total": 120,
+        "cuengine_generation_tokens_total": 80, "cuengine_model_info[fake-model]": 1,
     }  # fmt: skip
     assert {name: samples[name] for name in expected} == expected
 

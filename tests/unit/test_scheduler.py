@@ -237,6 +237,23 @@ def test_a_step_that_fails_leaks_no_block_and_the_engine_can_go_on():
     assert run(engine).tokens["a", 0] == expected_output([1] * 20, greedy(max_tokens=5))
 
 
+def test_a_step_that_fails_spares_a_request_that_took_over_the_id_of_one_of_its_own():
+    engine, model = make_engine(overlaps=True)
+    engine.add_request("a", [1] * 20, greedy())
+    engine.step()
+    engine.abort("a")
+    engine.add_request("a", [2] * 9, greedy(max_tokens=5))
+    # What is new waits behind a step of the old one that was launched and fails when it is fetched.
+    engine.scheduler.max_num_seqs = 0
+    model.fail = model.late = True
+    with pytest.raises(RuntimeError, match="out of luck"):
+        engine.step()
+    engine.scheduler.max_num_seqs = 8
+    model.fail = False
+    assert run(engine).tokens["a", 0] == expected_output([2] * 9, greedy(max_tokens=5))
+    assert_whole(engine)
+
+
 def test_a_stop_token_ends_the_sample_and_is_named():
     engine, _ = make_engine()
     tokens = expected_output([1, 2], greedy(max_tokens=8))
