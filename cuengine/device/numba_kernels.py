@@ -177,7 +177,10 @@ def _rotary_token(
         start = (num_heads + head) * dim
         _rotate(qkv[start : start + dim], angles, kv_layer[0, block, head, offset])
         start += kv_heads * dim
-        kv_layer[1, block, head, offset] = qkv[start : start + dim]
+        # Assigned as a whole, it would take 3 seconds more to compile, most for an error message.
+        values = kv_layer[1, block, head, offset]
+        for i in range(dim):
+            values[i] = qkv[start + i]
 
 
 @njit(
@@ -304,7 +307,9 @@ def _span(
             else:
                 # What lies behind the last token is junk, or one that this row must not see.
                 scores[i, row, visible:padded] = -np.float32(1e30)
-                state[i, row] = _exp_scores(scores[i, row, :padded])
+                # Not as a tuple, which takes 5 seconds to compile.
+                highest, total = _exp_scores(scores[i, row, :padded])
+                state[i, row, 0], state[i, row, 1] = highest, total
     out[:] = 0
     for token in range(0, count, block_size):
         values = kv_layer[1, table[(start + token) // block_size]]

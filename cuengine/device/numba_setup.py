@@ -6,6 +6,7 @@ Nothing here is left behind for other users of Numba in the process, save for th
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ import numba.extending
 from numba.core import config as numba_config
 
 from cuengine.paths import cache_dir
+
+logger = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -52,6 +55,8 @@ def kernels_defined_here() -> Iterator[None]:
     before = config.CACHE_DIR
     if not before:
         config.CACHE_DIR = _writable_cache()
+    if config.CACHE_DIR and not any(Path(config.CACHE_DIR).glob("*/*.nbi")):
+        logger.info("compiling the CPU's kernels: up to a minute, the first time")
     try:
         yield
     finally:
