@@ -85,7 +85,8 @@ def _select(values: Float32, k: int) -> np.float32:
             low = left
         else:
             break
-    return values[wanted]
+    found: np.float32 = values[wanted]
+    return found
 
 
 @njit()
