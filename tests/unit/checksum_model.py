@@ -16,6 +16,7 @@ from cuengine.batch import Batch, Int32, SamplerOutput, SamplingBatch
 from cuengine.config import EngineConfig
 from cuengine.engine import Engine, EngineOutput, LoadedModel
 from cuengine.sampling_params import SamplingParams
+from cuengine.speculation import Proposer, Speculator
 from cuengine.swap_space import SwapCosts, SwapSpace
 
 VOCAB = 50
@@ -206,8 +207,10 @@ def make_engine(
     overlaps: bool = False,
     num_host_blocks: int = 0,
     block_cost: float = 1.0,
+    proposer: Proposer | None = None,
+    num_draft_tokens: int = 4,
 ) -> tuple[Engine, ChecksumModel]:
-    """block_cost: of swapping, in tokens computed again."""
+    """block_cost: of swapping, in tokens computed again. proposer: always worth its while."""
     config = EngineConfig(
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
@@ -226,6 +229,9 @@ def make_engine(
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         swap_space=swap_space,
+        speculator=None
+        if proposer is None
+        else Speculator(proposer, num_draft_tokens, weight_tokens=10**9),
     )
     return engine, model
 
