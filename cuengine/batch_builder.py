@@ -113,7 +113,7 @@ def _rows(chunk: Chunk) -> list[_Row]:
         return rows + [
             _Row(sequence, True, index + sample, _NONE_AHEAD) for sample in range(chunk.num_samples)
         ]
-    first = chunk.end - chunk.num_drafts - len(sequence.token_ids)
+    first = chunk.known_end - len(sequence.token_ids)
     return rows + [
         _Row(sequence, True, index, chunk.draft_ids[:ahead])
         for ahead in range(first, first + chunk.num_drafts + 1)

@@ -59,7 +59,7 @@ class DraftModelProposer:
             part = Step()
             for chunk in drafting:
                 if ahead < chunk.num_drafts:
-                    end = chunk.end - chunk.num_drafts + ahead
+                    end = chunk.known_end + ahead
                     part.chunks.append(
                         Chunk(chunk.sequence, end - 1, end, 0, 1, draft_ids=chunk.draft_ids)
                     )
@@ -98,7 +98,7 @@ class DraftModelProposer:
 
         A sequence begins with blocks of the prefix cache: up to there nothing is missing.
         """
-        sequence, end = chunk.sequence, chunk.end - chunk.num_drafts
+        sequence, end = chunk.sequence, chunk.known_end
         mirrored = sequence.num_mirrored
         start = chunk.start if mirrored is None else min(mirrored, chunk.start)
         while end > start and sequence.token_ids[end - 1] == UNKNOWN_TOKEN:

@@ -321,7 +321,7 @@ class Engine:
     def _verify(self, chunk: Chunk, results: _Results, row: int) -> list[TokenOutput]:
         """Take a chunk's guesses as far as they are right and the sample goes on, and one token."""
         assert self._speculator is not None
-        sequence, first = chunk.sequence, chunk.end - chunk.num_drafts
+        sequence, first = chunk.sequence, chunk.known_end
         drawn = results.token_ids[row : row + chunk.num_drafts + 1]
         tokens = drawn[: self._speculator.accept(chunk, drawn) + 1]
         ends = (i for i, token in enumerate(tokens, 1) if token in sequence.request.ending_ids)
@@ -332,7 +332,7 @@ class Engine:
     def _new_output(self, chunk: Chunk) -> EngineOutput:
         request = chunk.sequence.request
         output = EngineOutput(request.request_id, num_cached_tokens=request.num_cached_tokens or 0)
-        if chunk.end == chunk.sequence.prompt_len and request.prompt_logprobs:
+        if chunk.known_end == chunk.sequence.prompt_len and request.prompt_logprobs:
             output.prompt_logprobs = request.prompt_logprobs
         return output
 

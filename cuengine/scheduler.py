@@ -47,6 +47,11 @@ class Chunk:
     draft_ids: array[int] = field(default_factory=lambda: array("i"))
 
     @property
+    def known_end(self) -> int:
+        """Where the chunk's guesses begin, if it ends with any; else its end."""
+        return self.end - self.num_drafts
+
+    @property
     def num_rows(self) -> int:
         """Of logits; those that tokens are drawn from come last."""
         return self.num_prompt_rows + self.num_samples + self.num_drafts
@@ -166,7 +171,7 @@ class Scheduler:
         row = 0
         for chunk in step.chunks:
             sequence = chunk.sequence
-            sequence.num_computed = chunk.end - chunk.num_drafts
+            sequence.num_computed = chunk.known_end
             row += chunk.num_prompt_rows
             if chunk.num_samples:
                 for sample in self._fork(sequence) if sequence.width > 1 else (sequence,):
@@ -180,7 +185,7 @@ class Scheduler:
 
         The slots of the others are given back.
         """
-        sequence, first = chunk.sequence, chunk.end - chunk.num_drafts
+        sequence, first = chunk.sequence, chunk.known_end
         sequence.token_ids[first:] = array("i", token_ids)
         sequence.num_computed = first + len(token_ids) - 1
         sequence.table.shrink(sequence.num_computed)

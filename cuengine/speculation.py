@@ -83,7 +83,7 @@ class Speculator:
     A step of n tokens takes about as long as `weight_tokens` + n tokens of arithmetic, where
     weight_tokens stands for reading the weights once. With s sequences that decode it brings s
     tokens, so a token costs (weight_tokens + s) / s. One more token in the step costs 1 and, if it
-    is the i-th guess of a sequence whose guesses are right with probability a, brings a ** i tokens.
+    is the i-th guess of a sequence whose guesses are right with probability a, brings a ** i.
     That pays where
 
         a ** i  >  s / (weight_tokens + s) + cost
