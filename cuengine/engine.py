@@ -226,8 +226,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         scheduler, pool, speculator = self.scheduler, self.pool, self._speculator
-        drafts = {} if speculator is None else speculator.stats()
-        return EngineStats(
+        stats = EngineStats(
             num_running=scheduler.num_running,
             num_waiting=len(scheduler.waiting),
             num_blocks=pool.num_blocks,
@@ -242,8 +241,13 @@ class Engine:
             prompt_tokens=scheduler.prompt_tokens,
             generation_tokens=self._generation_tokens,
             mean_batch=self._num_scheduled / max(1, self._num_steps),
-            **drafts,
         )
+        if speculator is not None:
+            stats.num_drafts = speculator.num_drafts
+            stats.num_draft_tokens = speculator.num_draft_tokens
+            stats.num_accepted_tokens = sum(speculator.accepted_per_pos)
+            stats.num_accepted_tokens_per_pos = tuple(speculator.accepted_per_pos)
+        return stats
 
     def _launch(self) -> _Launched | None:
         """Give the next step to the device, if there is one."""

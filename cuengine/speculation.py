@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, TypedDict
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from cuengine.scheduler import Chunk, Step
@@ -55,15 +55,6 @@ class Proposer(Protocol):
         ...
 
 
-class SpeculationStats(TypedDict):
-    """Fields of EngineStats."""
-
-    num_drafts: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-    num_accepted_tokens_per_pos: tuple[int, ...]
-
-
 @dataclass(slots=True)
 class _Acceptance:
     """The part of guesses that are right, forgetting what is long past."""
@@ -101,9 +92,9 @@ class Speculator:
         self._overall = _Acceptance(_FIRST_RATE)
         self._acceptances: WeakKeyDictionary[Sequence, _Acceptance] = WeakKeyDictionary()
         self._steps = 0
-        self._num_drafts = 0
-        self._num_draft_tokens = 0
-        self._accepted_per_pos = [0] * num_tokens
+        self.num_drafts = 0
+        self.num_draft_tokens = 0
+        self.accepted_per_pos = [0] * num_tokens
 
     def limit(self, sequence: Sequence, load: int) -> int:
         """Tokens worth guessing for a sequence, with `load` samples running."""
@@ -129,22 +120,14 @@ class Speculator:
         self._proposer.propose(step)
         self._steps += 1
 
-    def stats(self) -> SpeculationStats:
-        return SpeculationStats(
-            num_drafts=self._num_drafts,
-            num_draft_tokens=self._num_draft_tokens,
-            num_accepted_tokens=sum(self._accepted_per_pos),
-            num_accepted_tokens_per_pos=tuple(self._accepted_per_pos),
-        )
-
     def accept(self, chunk: Chunk, drawn: list[int]) -> int:
         """How many of a chunk's guesses are right, given what was drawn in their places."""
         drafted, accepted = chunk.num_drafts, 0
         while accepted < drafted and chunk.draft_ids[accepted] == drawn[accepted]:
-            self._accepted_per_pos[accepted] += 1
+            self.accepted_per_pos[accepted] += 1
             accepted += 1
-        self._num_drafts += 1
-        self._num_draft_tokens += drafted
+        self.num_drafts += 1
+        self.num_draft_tokens += drafted
         own = self._acceptances.get(chunk.sequence)
         if own is None:
             own = self._acceptances[chunk.sequence] = _Acceptance(self._overall.rate)

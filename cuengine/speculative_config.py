@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from cuengine.errors import ConfigError
 
@@ -79,7 +79,7 @@ def _mapping(value: Mapping[str, Any] | str) -> Mapping[str, Any]:
             raise _error(f"{value!r:.80} is not JSON: {error}") from None
     if not isinstance(value, Mapping):
         raise _error(f"{value!r:.80} is not a JSON object")
-    return cast(Mapping[str, Any], value)
+    return value
 
 
 def _lookup(given: Mapping[str, Any]) -> dict[str, int]:
