@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from cuengine import LLM, ConfigError, SamplingParams
 from cuengine.device.cpu import CpuDevice
 from cuengine.device.cuda.attention import AttentionPlan, PagedAttention
-from cuengine.outputs import RequestOutput, TokenLogprobs
+from cuengine.outputs import RequestOutput
 from cuengine.speculation import Speculator
 from cuengine.swap_space import SwapCosts
 
@@ -64,16 +64,6 @@ def speculative(tiny_model: TinyModel, method: str) -> dict[str, object]:
     if method == "ngram":
         return NGRAM
     return {"model": str(tiny_model(method)), "num_speculative_tokens": 3}
-
-
-def rounded(entries: list[TokenLogprobs] | None) -> object:
-    return entries and [
-        {
-            token: (pytest.approx(entry.logprob, abs=1e-3), entry.rank)
-            for token, entry in row.items()
-        }
-        for row in entries
-    ]
 
 
 def run(
@@ -128,10 +118,10 @@ def requests(draw: st.DrawFn) -> tuple[list[int], SamplingParams, int]:
 
 
 @settings(
-    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    work=st.lists(requests(), min_size=2, max_size=8),
+    work=st.lists(requests(), min_size=2, max_size=6),
     method=st.sampled_from(["ngram", MODEL, OTHER]),
     chunk=st.sampled_from([4, 16, 256]),
     prefix_caching=st.booleans(),
@@ -224,9 +214,10 @@ def test_stop_strings_amid_right_guesses_end_text_tokens_and_logprobs_alike(
 @pytest.mark.parametrize("method", ["ngram", OTHER])
 @pytest.mark.usefixtures("always")
 def test_what_is_drawn_follows_the_models_distribution(tiny_model: TinyModel, method: str):
-    """Chi-square over the three tokens that 2,000 seeds draw, four tokens being likely."""
+    """Chi-square over the three tokens that 1,500 seeds draw, only four being likely."""
     folder = tiny_model(MODEL)
-    prompt, count = [*TOKENS, *TOKENS, TOKENS[0]], 2000
+    prompt, count = [*TOKENS, *TOKENS, TOKENS[0]], 1500
+    temperature, bias = 4.0, dict.fromkeys(TOKENS, 100.0)
     plain = plain_engine(folder)
 
     def logprobs(texts: list[list[int]]) -> np.ndarray:
@@ -240,7 +231,7 @@ def test_what_is_drawn_follows_the_models_distribution(tiny_model: TinyModel, me
     for length in range(3):
         starts = list(product(TOKENS, repeat=length))
         found = logprobs([[*prompt, *start, token] for start in starts for token in TOKENS])
-        weights = np.exp(found.reshape(-1, len(TOKENS)) / 2)
+        weights = np.exp(found.reshape(-1, len(TOKENS)) / temperature)
         weights /= weights.sum(axis=1, keepdims=True)
         expected |= {
             (*start, token): expected[start] * weights[i, j]
@@ -251,7 +242,9 @@ def test_what_is_drawn_follows_the_models_distribution(tiny_model: TinyModel, me
         folder, speculative_config=speculative(tiny_model, method), max_num_batched_tokens=2048
     )
     params = [
-        SamplingParams(temperature=2.0, seed=seed, max_tokens=3, ignore_eos=True, logit_bias=BIAS)
+        SamplingParams(
+            temperature=temperature, seed=seed, max_tokens=3, ignore_eos=True, logit_bias=bias
+        )
         for seed in range(count)
     ]
     outputs = run(llm, [prompt] * count, params, [0] * count)
