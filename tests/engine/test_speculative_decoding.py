@@ -19,8 +19,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cuengine import LLM, ConfigError, SamplingParams
+from cuengine.batch import Batch, PendingOutput, SamplingBatch
 from cuengine.device.cpu import CpuDevice
 from cuengine.device.cuda.attention import AttentionPlan, PagedAttention
+from cuengine.model_runner import ModelRunner
 from cuengine.outputs import RequestOutput
 from cuengine.speculation import Speculator
 from cuengine.swap_space import SwapCosts
@@ -311,6 +313,35 @@ def test_a_draft_model_as_large_as_the_model_is_asked_for_a_trial_only(tiny_mode
     params = [SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)]
     run(llm, [[5, 6, 7]], params, [0])
     assert 0 < llm.stats().num_draft_tokens <= 4
+
+
+@pytest.mark.parametrize("device", ["cpu", "emulated"])
+def test_blocks_are_copied_for_a_draft_model_that_has_nothing_to_compute(
+    tiny_model: TinyModel,
+    emulated_llm: EmulatedLLM,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+):
+    """Samples part in steps in which nothing is guessed; later guesses are right all the same."""
+    monkeypatch.setattr(Speculator, "limit", lambda self, sequence, load: 3 * (self._steps > 3))
+    sizes: list[int] = []
+    run_batch = ModelRunner.run
+
+    def watched(self: ModelRunner, batch: Batch, sampling: SamplingBatch) -> PendingOutput:
+        sizes.append(len(batch.token_ids))
+        return run_batch(self, batch, sampling)
+
+    monkeypatch.setattr(ModelRunner, "run", watched)
+    folder = tiny_model(MODEL)
+    prompt = TOKENS * 3
+    params = [SamplingParams(n=3, seed=1, max_tokens=12, ignore_eos=True, logit_bias=BIAS)]
+    fields = {**EMULATED, "speculative_config": speculative(tiny_model, MODEL), "block_size": 8}
+    llm = emulated_llm(folder, **fields) if device == "emulated" else make(folder, **fields)
+    got = run(llm, [prompt], params, [0])
+    assert_same(got, run(plain_engine(folder), [prompt], params, [0]))
+    stats = llm.stats()
+    assert stats.num_accepted_tokens >= 0.9 * stats.num_draft_tokens > 10
+    assert 0 in sizes
 
 
 EMULATED: dict[str, object] = {
