@@ -184,6 +184,23 @@ def test_a_draft_model_follows_prefix_hits_forks_copies_and_preemption():
             assert outputs.tokens[name, sample] == expected
 
 
+def test_a_draft_model_that_fails_takes_along_what_runs_and_nothing_else():
+    drafts = ChecksumModel()
+    engine, _ = make_engine(max_num_seqs=1, proposer=draft_model(drafts))
+    for name in ("a", "waits"):
+        engine.add_request(name, [3] * 20, greedy())
+    engine.step()
+    drafts.fail = True
+    with pytest.raises(RuntimeError, match="out of luck"):
+        engine.step()
+    drafts.fail = False
+    outputs = run(engine)
+    assert list(outputs.tokens) == [("waits", 0)]
+    assert outputs.tokens["waits", 0] == expected_output([3] * 20, greedy())
+    assert engine.stats().num_accepted_tokens == engine.stats().num_draft_tokens > 0
+    assert_whole(engine)
+
+
 def test_a_draft_model_that_pauses_is_caught_up_in_passes_of_many_tokens():
     drafts = ChecksumModel()
     proposer = Switched(draft_model(drafts), [False] * 20 + [True])
