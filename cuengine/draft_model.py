@@ -50,6 +50,9 @@ class DraftModelProposer:
     def num_reusable(self, sequence: Sequence) -> int:
         return sequence.num_mirrored or 0
 
+    def forget(self, sequence: Sequence) -> None:
+        return
+
     def propose(self, step: Step) -> None:
         """Run the step's known tokens, as far as they are due, and draw after them, one by one."""
         drafting = [chunk for chunk in step.chunks if chunk.num_drafts]

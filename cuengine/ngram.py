@@ -7,7 +7,6 @@ Which of the drafts are right is found out by speculation.py's callers.
 from __future__ import annotations
 
 from array import array
-from weakref import WeakKeyDictionary
 
 from cuengine.scheduler import Step
 from cuengine.sequence import Sequence
@@ -89,7 +88,7 @@ class NgramProposer:
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._config = config
-        self._indices: WeakKeyDictionary[Sequence, NgramIndex] = WeakKeyDictionary()
+        self._indices: dict[Sequence, NgramIndex] = {}
         self._found: dict[Sequence, array[int]] = {}
 
     def prepare(self, sequence: Sequence, count: int) -> int:
@@ -109,3 +108,7 @@ class NgramProposer:
 
     def num_reusable(self, sequence: Sequence) -> int:
         return sequence.num_computed
+
+    def forget(self, sequence: Sequence) -> None:
+        self._indices.pop(sequence, None)
+        self._found.pop(sequence, None)

@@ -88,6 +88,10 @@ class Drafts(Protocol):
         """Tokens, from the first on, that are computed in every cache that a block is for."""
         ...
 
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is over."""
+        ...
+
 
 def _order(sequence: Sequence) -> tuple[int, int, int]:
     return sequence.order
@@ -230,6 +234,8 @@ class Scheduler:
             del self.waiting[bisect_left(self.waiting, sequence.order, key=_order)]
             self._release_host_blocks(sequence)
         sequence.status = SequenceStatus.FINISHED
+        if self.drafts is not None:
+            self.drafts.forget(sequence)
 
     def _decode(self, sequence: Sequence, step: Step) -> int:
         """Schedule one token, preempting from the end of the line for its block."""

@@ -89,7 +89,6 @@ class Sequence:
     """
 
     __slots__ = (
-        "__weakref__",
         "finish_reason",
         "hashes",
         "host_blocks",

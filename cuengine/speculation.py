@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 from cuengine.scheduler import Chunk, Step
 from cuengine.sequence import UNKNOWN_TOKEN, Sequence
@@ -54,6 +53,10 @@ class Proposer(Protocol):
         """Tokens, from the first on, that are computed in every cache that a block is for."""
         ...
 
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is over."""
+        ...
+
 
 @dataclass(slots=True)
 class _Acceptance:
@@ -90,7 +93,7 @@ class Speculator:
         self._num_tokens = num_tokens
         self._weight_tokens = weight_tokens
         self._overall = _Acceptance(_FIRST_RATE)
-        self._acceptances: WeakKeyDictionary[Sequence, _Acceptance] = WeakKeyDictionary()
+        self._acceptances: dict[Sequence, _Acceptance] = {}
         self._steps = 0
         self.num_drafts = 0
         self.num_draft_tokens = 0
@@ -114,6 +117,11 @@ class Speculator:
 
     def num_reusable(self, sequence: Sequence) -> int:
         return self._proposer.num_reusable(sequence)
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is over."""
+        self._acceptances.pop(sequence, None)
+        self._proposer.forget(sequence)
 
     def propose(self, step: Step) -> None:
         """Guess, before the step is turned into arrays."""

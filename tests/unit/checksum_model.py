@@ -93,6 +93,9 @@ class Guesser:
     def num_reusable(self, sequence: Sequence) -> int:
         return sequence.num_computed
 
+    def forget(self, sequence: Sequence) -> None:
+        return
+
 
 class Switched:
     """A proposer that is asked only now and then, as `on` says in turn."""
@@ -101,7 +104,8 @@ class Switched:
 
     def __init__(self, proposer: Proposer, on: list[bool]) -> None:
         self.proposer, self.on = proposer, on
-        self.propose, self.num_reusable = proposer.propose, proposer.num_reusable
+        self.propose, self.forget = proposer.propose, proposer.forget
+        self.num_reusable = proposer.num_reusable
         self.num_asked = 0
 
     def prepare(self, sequence: Sequence, count: int) -> int:
@@ -335,6 +339,8 @@ def assert_whole(engine: Engine) -> None:
         assert not any(pool.ref_count(block) for block in range(pool.num_blocks))
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
+    if engine._speculator is not None:
+        assert not engine._speculator._acceptances
 
 
 def greedy(**fields: object) -> SamplingParams:

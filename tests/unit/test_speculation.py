@@ -31,9 +31,11 @@ from cuengine.block_table import BlockTable
 from cuengine.config import EngineConfig
 from cuengine.engine import Engine
 from cuengine.errors import ConfigError
+from cuengine.ngram import NgramProposer
 from cuengine.scheduler import Chunk
 from cuengine.sequence import Request, Sequence
 from cuengine.speculation import Speculator
+from cuengine.speculative_config import read_speculative_config
 
 ALWAYS = [9]
 """For a Guesser: all are right."""
@@ -225,8 +227,24 @@ def test_blocks_that_a_draft_model_has_not_computed_are_found_by_nobody():
     assert engine.stats().num_cached_blocks == 1
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+def test_nothing_is_kept_of_a_sequence_that_is_over(aborted: bool):
+    config = read_speculative_config({"method": "ngram", "num_speculative_tokens": 2})
+    proposer = NgramProposer(config)
+    engine, _ = make_engine(proposer=proposer)
+    engine.add_request("r", [1] * 20, greedy(n=2, max_tokens=8))
+    for _ in range(3):
+        engine.step()
+    assert len(proposer._indices) == 2
+    if aborted:
+        engine.abort("r")
+    run(engine)
+    assert not proposer._indices
+    assert_whole(engine)
+
+
 class _Draws:
-    """A proposer that is right with a given probability."""
+    """A proposer whose guesses the test makes."""
 
     cost = 0.0
 
@@ -241,6 +259,9 @@ class _Draws:
 
     def num_reusable(self, sequence: Sequence) -> int:
         return sequence.num_computed
+
+    def forget(self, sequence: Sequence) -> None:
+        return
 
 
 def _sequence() -> Sequence:
