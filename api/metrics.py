@@ -45,6 +45,9 @@ _COUNTERS = (
     ("engine_steps", "num_steps", "Steps of the engine"),
     ("prompt_tokens", "prompt_tokens", "Prompt tokens computed"),
     ("generation_tokens", "generation_tokens", "Tokens generated"),
+    ("spec_decode_num_drafts", "num_drafts", "Drafts of speculative decoding"),
+    ("spec_decode_num_draft_tokens", "num_draft_tokens", "Tokens in these drafts"),
+    ("spec_decode_num_accepted_tokens", "num_accepted_tokens", "Draft tokens that were right"),
 )
 
 
@@ -148,6 +151,14 @@ class _EngineCollector(Collector):
         )
         for name, field, text in _COUNTERS:
             yield CounterMetricFamily(f"cuengine_{name}", text, value=getattr(stats, field))
+        positions = CounterMetricFamily(
+            "cuengine_spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens that were right, by their place in the draft",
+            labels=["position"],
+        )
+        for position, count in enumerate(stats.num_accepted_tokens_per_pos):
+            positions.add_metric([str(position)], count)
+        yield positions
         yield InfoMetricFamily(
             "cuengine_model", "The model served", value={"model_name": self._model_name}
         )

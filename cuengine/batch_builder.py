@@ -2,9 +2,13 @@
 
 Decides nothing. Rows of logits are laid out chunk by chunk: first the rows that report prompt
 log-probabilities, then one row per token to draw; engine.py reads the results in the same order.
+A row that is drawn after guessed tokens takes them for output: it counts as it will if they hold.
 """
 
 from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,12 +37,14 @@ def build_batch(step: Step, block_size: int) -> Batch:
         sequence = chunk.sequence
         blocks = sequence.table.blocks[: -(-chunk.end // block_size)]
         block_tables[i, : len(blocks)] = blocks
-        if chunk.end - chunk.start == 1:
+        if chunk.end - chunk.start == 1 and not chunk.draft_ids:
             token_ids[at] = sequence.token_ids[chunk.start]
         else:
-            token_ids[at : at + chunk.end - chunk.start] = sequence.token_ids[
-                chunk.start : chunk.end
-            ]
+            tokens = sequence.token_ids[chunk.start : chunk.end]
+            if chunk.draft_ids:
+                known = len(sequence.token_ids)
+                tokens += chunk.draft_ids[max(0, chunk.start - known) : chunk.end - known]
+            token_ids[at : at + chunk.end - chunk.start] = tokens
         at += chunk.end - chunk.start
 
     rows = np.repeat(np.arange(num_seqs), lengths)
@@ -66,38 +72,72 @@ def build_batch(step: Step, block_size: int) -> Batch:
 
 
 def _logits_indices(chunks: list[Chunk], query_start_loc: Int32) -> Int32:
-    if all(chunk.num_samples == 1 and not chunk.num_prompt_rows for chunk in chunks):
+    if all(chunk.num_rows == chunk.num_samples == 1 for chunk in chunks):
         return query_start_loc[1:] - 1
     indices: list[int] = []
     for first, chunk in zip(query_start_loc.tolist(), chunks, strict=False):
         indices.extend(range(first, first + chunk.num_prompt_rows))
-        indices.extend([first + chunk.end - chunk.start - 1] * chunk.num_samples)
+        last = first + chunk.end - chunk.start - 1
+        indices.extend([last - chunk.num_drafts] * chunk.num_samples)
+        indices.extend(range(last - chunk.num_drafts + 1, last + 1))
     return np.array(indices, np.int32)
+
+
+@dataclass(slots=True)
+class _Row:
+    """A row of logits.
+
+    drawn  a token is drawn from it; else it reports one of the prompt
+    index  of the sample it is for
+    ahead  guessed tokens, after the sequence's own, that come before the one drawn
+    """
+
+    sequence: Sequence
+    drawn: bool
+    index: int
+    ahead: array[int]
+
+    @property
+    def position(self) -> int:
+        return len(self.sequence.token_ids) + len(self.ahead)
+
+
+_NONE_AHEAD: array[int] = array("i")
+
+
+def _rows(chunk: Chunk) -> list[_Row]:
+    sequence = chunk.sequence
+    index = sequence.index
+    rows = [_Row(sequence, False, index, _NONE_AHEAD) for _ in range(chunk.num_prompt_rows)]
+    if not chunk.draft_ids:
+        return rows + [
+            _Row(sequence, True, index + sample, _NONE_AHEAD) for sample in range(chunk.num_samples)
+        ]
+    first = chunk.known_end - len(sequence.token_ids)
+    return rows + [
+        _Row(sequence, True, index, chunk.draft_ids[:ahead])
+        for ahead in range(first, first + chunk.num_drafts + 1)
+    ]
 
 
 def build_sampling(step: Step) -> SamplingBatch:
     """How each row of the step's logits becomes a token."""
-    rows = [
-        (chunk.sequence, sample)
-        for chunk in step.chunks
-        for sample in range(-chunk.num_prompt_rows, chunk.num_samples)
-    ]
-    params = [sequence.request.params for sequence, _ in rows]
+    rows = [row for chunk in step.chunks for row in _rows(chunk)]
+    params = [row.sequence.request.params for row in rows]
     batch = SamplingBatch(
         target_ids=np.full(len(rows), -1, np.int32),
         temperature=np.array([p.temperature for p in params], np.float32),
         top_k=np.array([max(0, p.top_k) for p in params], np.int32),
         top_p=np.array([p.top_p for p in params], np.float32),
         min_p=np.array([p.min_p for p in params], np.float32),
-        seeds=np.array([sequence.request.seed for sequence, _ in rows], np.uint64),
-        sample_indices=np.array([seq.index + max(0, sample) for seq, sample in rows], np.uint32),
-        positions=np.array([len(sequence.token_ids) for sequence, _ in rows], np.uint32),
-        num_logprobs=np.array([_num_logprobs(sequence) for sequence, _ in rows], np.int32),
+        seeds=np.array([row.sequence.request.seed for row in rows], np.uint64),
+        sample_indices=np.array([row.index for row in rows], np.uint32),
+        positions=np.array([row.position for row in rows], np.uint32),
+        num_logprobs=np.array([_num_logprobs(row.sequence) for row in rows], np.int32),
     )
-    drawn = [sequence if sample >= 0 else None for sequence, sample in rows]
     _report_prompt(batch, step.chunks)
-    _add_penalties(batch, drawn)
-    _add_biases(batch, drawn)
+    _add_penalties(batch, rows)
+    _add_biases(batch, rows)
     return batch
 
 
@@ -120,31 +160,31 @@ def _report_prompt(batch: SamplingBatch, chunks: list[Chunk]) -> None:
             batch.num_logprobs[row : row + count] = (
                 chunk.sequence.request.params.prompt_logprobs or 0
             )
-        row += count + chunk.num_samples
+        row += chunk.num_rows
 
 
-def _add_penalties(batch: SamplingBatch, drawn: list[Sequence | None]) -> None:
+def _add_penalties(batch: SamplingBatch, rows: list[_Row]) -> None:
     """Penalties and the tokens they are over, where a row has any."""
-    wanted = [sequence is not None and sequence.request.penalized for sequence in drawn]
+    wanted = [row.drawn and row.sequence.request.penalized for row in rows]
     if not any(wanted):
         return
-    num_rows = len(drawn)
+    num_rows = len(rows)
     repetition = np.ones(num_rows, np.float32)
     presence = np.zeros(num_rows, np.float32)
     frequency = np.zeros(num_rows, np.float32)
     none = np.empty(0, np.int32)
     prompts: list[Int32] = [none] * num_rows
     outputs: list[Int32] = [none] * num_rows
-    for row, sequence in enumerate(drawn):
-        if sequence is None or not wanted[row]:
+    for i, row in enumerate(rows):
+        if not wanted[i]:
             continue
-        params = sequence.request.params
-        repetition[row] = params.repetition_penalty
-        presence[row] = params.presence_penalty
-        frequency[row] = params.frequency_penalty
-        tokens = np.array(sequence.token_ids, np.int32)
-        prompts[row] = tokens[: sequence.prompt_len]
-        outputs[row] = tokens[sequence.prompt_len :]
+        sequence, params = row.sequence, row.sequence.request.params
+        repetition[i] = params.repetition_penalty
+        presence[i] = params.presence_penalty
+        frequency[i] = params.frequency_penalty
+        tokens = np.array(sequence.token_ids + row.ahead, np.int32)
+        prompts[i] = tokens[: sequence.prompt_len]
+        outputs[i] = tokens[sequence.prompt_len :]
     batch.repetition_penalty = repetition
     batch.presence_penalty = presence
     batch.frequency_penalty = frequency
@@ -158,17 +198,17 @@ def _ragged(parts: list[Int32]) -> tuple[Int32, Int32]:
     return np.concatenate(parts), offsets
 
 
-def _add_biases(batch: SamplingBatch, drawn: list[Sequence | None]) -> None:
+def _add_biases(batch: SamplingBatch, rows: list[_Row]) -> None:
     """logit_bias, and no end of the sample before min_tokens."""
     entries: list[tuple[int, int, float]] = []
-    for row, sequence in enumerate(drawn):
-        if sequence is None:
+    for i, row in enumerate(rows):
+        if not row.drawn:
             continue
-        request = sequence.request
+        request = row.sequence.request
         for token, bias in request.params.logit_bias.items():
-            entries.append((row, token, bias))
-        if sequence.num_output < request.params.min_tokens:
-            entries.extend((row, token, -np.inf) for token in request.ending_ids)
+            entries.append((i, token, bias))
+        if row.position - row.sequence.prompt_len < request.params.min_tokens:
+            entries.extend((i, token, -np.inf) for token in request.ending_ids)
     if entries:
         table: NDArray[np.float64] = np.array(entries, np.float64)
         batch.bias_rows = table[:, 0].astype(np.int32)

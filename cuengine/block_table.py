@@ -57,6 +57,15 @@ class BlockTable:
         self.num_tokens = num_tokens
         return copy
 
+    def shrink(self, num_tokens: int) -> None:
+        """Give the slots after the first `num_tokens` back, with the blocks that hold none else."""
+        if num_tokens < self.num_tokens:
+            kept = -(-num_tokens // self.pool.block_size)
+            for block in reversed(self.blocks[kept:]):
+                self.pool.release(block)
+            del self.blocks[kept:]
+            self.num_tokens = num_tokens
+
     def fork(self) -> BlockTable:
         """A second table over the same blocks, shared until one of the two writes."""
         table = BlockTable(self.pool)

@@ -5,9 +5,12 @@ What a model is (sizes, rope) is in model/config.py.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from cuengine.errors import ConfigError
+from cuengine.speculative_config import SpeculativeConfig, read_speculative_config
 
 DEFAULT_MODEL = "smollm2-135m"
 BLOCK_SIZES = (8, 16, 32)
@@ -33,6 +36,7 @@ class EngineConfig:
     swap_space               GiB of host memory for the blocks of preempted sequences, which they
                              would have to compute again otherwise; 0: none
     num_blocks               KV blocks, overriding kv_cache_memory; None: by memory
+    speculative_config       a mapping, or JSON, of what SpeculativeConfig has; None: no speculation
     seed                     draws the seeds of requests that have none
     skip_tokenizer_init      token ids in, token ids out
 
@@ -53,6 +57,7 @@ class EngineConfig:
     swap_space: float = 0.0
     num_blocks: int | None = None
     enable_prefix_caching: bool = True
+    speculative_config: Mapping[str, Any] | str | None = None
     seed: int = 0
     skip_tokenizer_init: bool = False
     chat_template: str | None = None
@@ -82,3 +87,9 @@ class EngineConfig:
                 isinstance(value, bool) or not isinstance(value, int) or value < 1
             ):
                 raise ConfigError(f"{name}={value!r} is not a whole number of at least 1")
+        self.speculation()
+
+    def speculation(self) -> SpeculativeConfig | None:
+        """speculative_config, read."""
+        given = self.speculative_config
+        return None if given is None else read_speculative_config(given)

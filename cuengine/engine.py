@@ -7,8 +7,8 @@ Where the device works on while the host does other things, a step is scheduled 
 the tokens of the one before it are fetched. Until then they are placeholders: all that scheduling
 needs to know is that they are there, and the device takes its input from its own last output. That
 a sample has ended is seen one step late: the token that it drew meanwhile is dropped. Only tokens
-that the host must know first (penalties count them) make the next step wait. The tokens are the
-same either way.
+that the host must know first (penalties count them, guesses follow them) make the next step wait.
+The tokens are the same either way.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from cuengine.outputs import FinishReason, Logprob, TokenLogprobs
 from cuengine.sampling_params import SamplingParams
 from cuengine.scheduler import Chunk, Scheduler
 from cuengine.sequence import Request, Sequence, SequenceStatus
+from cuengine.speculation import Speculator
 from cuengine.stats import EngineStats
 from cuengine.swap_space import SwapSpace
 
@@ -111,6 +112,7 @@ class Engine:
         num_blocks: int,
         max_model_len: int,
         swap_space: SwapSpace | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -125,7 +127,9 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             swap_space=swap_space,
+            drafts=speculator,
         )
+        self._speculator = speculator
         self._requests: dict[str, Request] = {}
         self._in_flight: _Launched | None = None
         self._seeds = random.Random(config.seed)
@@ -221,8 +225,8 @@ class Engine:
         return outputs
 
     def stats(self) -> EngineStats:
-        scheduler, pool = self.scheduler, self.pool
-        return EngineStats(
+        scheduler, pool, speculator = self.scheduler, self.pool, self._speculator
+        stats = EngineStats(
             num_running=scheduler.num_running,
             num_waiting=len(scheduler.waiting),
             num_blocks=pool.num_blocks,
@@ -238,16 +242,26 @@ class Engine:
             generation_tokens=self._generation_tokens,
             mean_batch=self._num_scheduled / max(1, self._num_steps),
         )
+        if speculator is not None:
+            stats.num_drafts = speculator.num_drafts
+            stats.num_draft_tokens = speculator.num_draft_tokens
+            stats.num_accepted_tokens = sum(speculator.accepted_per_pos)
+            stats.num_accepted_tokens_per_pos = tuple(speculator.accepted_per_pos)
+        return stats
 
     def _launch(self) -> _Launched | None:
         """Give the next step to the device, if there is one."""
         runner = self.runner
         with runner.range("schedule"):
             step = self.scheduler.schedule()
-            if not step.chunks:
-                return None
-            batch, sampling = build_batch(step, self.config.block_size), build_sampling(step)
+        if not step.chunks:
+            return None
         try:
+            if self._speculator is not None:
+                with runner.range("draft"):
+                    self._speculator.propose(step)
+            with runner.range("schedule"):
+                batch, sampling = build_batch(step, self.config.block_size), build_sampling(step)
             output = runner.run(batch, sampling)
         except BaseException:
             self._abandon(step.chunks)
@@ -256,9 +270,17 @@ class Engine:
         self._num_steps += 1
         self._num_scheduled += len(step.chunks)
         tokens_first = not runner.overlaps or any(
-            chunk.num_samples and chunk.sequence.request.penalized for chunk in step.chunks
+            chunk.num_samples and self._needs_tokens(chunk) for chunk in step.chunks
         )
         return _Launched(step.chunks, output, tokens_first)
+
+    def _needs_tokens(self, chunk: Chunk) -> bool:
+        """What a launched chunk draws has to be known before its sequence goes on."""
+        if chunk.num_drafts or chunk.sequence.request.penalized:
+            return True
+        if self._speculator is None:
+            return False
+        return self._speculator.limit(chunk.sequence, self.scheduler.num_running) > 0
 
     def _abandon(self, chunks: list[Chunk]) -> None:
         """A step failed: abort its requests, and trust no block that somebody might still find."""
@@ -292,14 +314,29 @@ class Engine:
                     if output is None:
                         output = self._new_output(chunk)
                         outputs[request.request_id] = output
-                    output.tokens.append(self._place(sample, chunk.end, results, row))
+                    if chunk.num_drafts:
+                        output.tokens += self._verify(chunk, results, row)
+                    else:
+                        output.tokens.append(self._place(sample, chunk.end, results, row))
                 row += 1
+            row += chunk.num_drafts
         return list(outputs.values())
+
+    def _verify(self, chunk: Chunk, results: _Results, row: int) -> list[TokenOutput]:
+        """Take a chunk's guesses as far as they are right and the sample goes on, and one token."""
+        assert self._speculator is not None
+        sequence, first = chunk.sequence, chunk.known_end
+        drawn = results.token_ids[row : row + chunk.num_drafts + 1]
+        tokens = drawn[: self._speculator.accept(chunk, drawn) + 1]
+        ends = (i for i, token in enumerate(tokens, 1) if token in sequence.request.ending_ids)
+        tokens = tokens[: next(ends, len(tokens))]
+        self.scheduler.settle(chunk, tokens)
+        return [self._place(sequence, first + i, results, row + i) for i in range(len(tokens))]
 
     def _new_output(self, chunk: Chunk) -> EngineOutput:
         request = chunk.sequence.request
         output = EngineOutput(request.request_id, num_cached_tokens=request.num_cached_tokens or 0)
-        if chunk.end == chunk.sequence.prompt_len and request.prompt_logprobs:
+        if chunk.known_end == chunk.sequence.prompt_len and request.prompt_logprobs:
             output.prompt_logprobs = request.prompt_logprobs
         return output
 

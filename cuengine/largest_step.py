@@ -30,7 +30,7 @@ def run_largest_step(
     positions = (np.arange(num_tokens) % limits.max_model_len).astype(np.int32)
     blocks = tables[np.arange(num_tokens) // limits.max_model_len, positions // size]
     num_blocks = int(blocks.max()) + 1
-    num_rows = min(limits.max_num_seqs, LOGITS_ROWS)
+    num_rows = min(limits.max_drawn, LOGITS_ROWS)
     batch = Batch(
         token_ids=np.zeros(num_tokens, np.int32),
         positions=positions,

@@ -18,17 +18,23 @@ import numpy as np
 
 from cuengine.beside import Beside
 from cuengine.config import EngineConfig
+from cuengine.draft_model import DraftModelProposer
 from cuengine.engine import Engine, LoadedModel
 from cuengine.errors import ConfigError, DeviceMemoryError, ModelError
+from cuengine.ngram import NgramProposer
+from cuengine.speculation import Proposer, Speculator
+from cuengine.speculative_config import SpeculativeConfig
 from cuengine.swap_space import SwapCosts, SwapSpace
 
 if TYPE_CHECKING:
-    from cuengine.device.interface import AttentionShape, Device
+    from cuengine.device.interface import StepLimits
     from cuengine.model.chat_template import ChatTemplate
     from cuengine.model.config import ModelConfig
     from cuengine.model.find import ModelFiles
     from cuengine.model.generation_config import GenerationDefaults
+    from cuengine.model.llama import Llama
     from cuengine.model.tokenizer import Tokenizer
+    from cuengine.model_runner import ModelRunner
 
     Text = tuple[Tokenizer | None, ChatTemplate | None, GenerationDefaults]
 
@@ -37,15 +43,10 @@ logger = logging.getLogger("cuengine")
 
 def load_engine(config: EngineConfig) -> Engine:
     """Raises ModelError for a model that can't be used, ConfigError for settings that don't fit."""
-    from cuengine.model.config import read_model_config
-    from cuengine.model.find import find_model
-
     progress = sys.stderr.isatty()
     with _hurry():
         with _phase("model files"):
-            files = find_model(config.model, revision=config.revision, progress=progress)
-            folder = _folder(files, progress=progress)
-            model_config = read_model_config(folder)
+            folder, model_config = _find(config.model, config.revision, progress=progress)
         with Beside(lambda: _load_text(config, folder)) as text:
             return _load_engine(config, folder, model_config, text, progress=progress)
 
@@ -59,66 +60,52 @@ def _load_engine(
     progress: bool,
 ) -> Engine:
     from cuengine.device.interface import StepLimits
-    from cuengine.device.select import select_device
     from cuengine.largest_step import run_largest_step
-    from cuengine.model.llama import Llama
-    from cuengine.model.loader import load_weights
     from cuengine.model_runner import ModelRunner
 
+    speculation = config.speculation()
     max_model_len = _max_model_len(config, model_config.context_length)
     limits = StepLimits(
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_num_seqs=config.max_num_seqs,
         max_model_len=max_model_len,
         block_size=config.block_size,
+        num_draft_tokens=0 if speculation is None else speculation.num_speculative_tokens,
     )
-    device = select_device(
-        config.device,
-        config.dtype,
-        checkpoint_dtype=None if model_config.dequantized else model_config.dtype,
-        limits=limits,
-        use_graphs=not config.enforce_eager,
-    )
-    with _phase("weights"):
-        weights = load_weights(
-            folder, model_config, device, max_model_len=max_model_len, progress=progress
-        )
-        llama = Llama(model_config, weights, device)
-    with _phase("kernels"):
-        device.prepare(llama.attention_shape, progress=progress)
+    llamas = [_load_llama(config, folder, model_config, limits, progress=progress)]
     tokenizer, chat_template, defaults = text.result()
+    if speculation is not None and speculation.model is not None:
+        draft = _find_draft(speculation, model_config, tokenizer, max_model_len, progress=progress)
+        llamas.append(_load_llama(config, *draft, limits, progress=progress))
     eos = set(defaults.eos_token_ids or model_config.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
     with _phase("KV cache"):
-        shape = llama.attention_shape
-        block_bytes = (
-            2
-            * model_config.num_layers
-            * shape.num_kv_heads
-            * shape.head_dim
-            * config.block_size
-            * np.dtype(device.dtype).itemsize
-        )
-        if device.measures_memory and config.num_blocks is None:
-            with _fitting(config, "The largest step", "max_num_batched_tokens and max_num_seqs"):
-                run_largest_step(llama, model_config.num_layers, shape, limits)
-        num_blocks, max_model_len = size_kv_cache(
-            config,
-            block_bytes,
-            max_model_len,
-            device.kv_cache_budget(config.gpu_memory_utilization),
-        )
+        block_bytes = sum(_block_bytes(llama, config.block_size) for llama in llamas)
+        budget = 0
+        for llama in reversed(llamas):
+            if llama.device.measures_memory and config.num_blocks is None:
+                with _fitting(
+                    config, "The largest step", "max_num_batched_tokens and max_num_seqs"
+                ):
+                    run_largest_step(llama, llama.config.num_layers, llama.attention_shape, limits)
+            # What the last one says counts: by then all the others have what they need.
+            budget = llama.device.kv_cache_budget(config.gpu_memory_utilization)
+        num_blocks, max_model_len = size_kv_cache(config, block_bytes, max_model_len, budget)
         with _fitting(
             config, "The KV cache", "num_blocks, kv_cache_memory or gpu_memory_utilization"
         ):
-            kv_cache = device.allocate_kv_cache(
-                model_config.num_layers, num_blocks, config.block_size, shape
-            )
-        host_cache, swap_space = _swap_space(config, device, model_config, shape, block_bytes)
-    runner = ModelRunner(llama, kv_cache, host_cache)
+            kv_caches = [
+                llama.device.allocate_kv_cache(
+                    llama.config.num_layers, num_blocks, config.block_size, llama.attention_shape
+                )
+                for llama in llamas
+            ]
+        host_caches, swap_space = _swap_space(config, llamas, block_bytes)
+    runners = [ModelRunner(*parts) for parts in zip(llamas, kv_caches, host_caches, strict=True)]
     with _phase("warm-up"):
-        runner.warm_up()
+        for runner in runners:
+            runner.warm_up()
     model = LoadedModel(
         vocab_size=model_config.vocab_size,
         eos_token_ids=frozenset(eos),
@@ -130,10 +117,13 @@ def _load_engine(
     return Engine(
         config,
         model,
-        runner,
+        runners[0],
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         swap_space=swap_space,
+        speculator=None
+        if speculation is None
+        else _speculator(config, speculation, llamas, runners),
     )
 
 
@@ -151,32 +141,137 @@ def _load_text(config: EngineConfig, folder: Path) -> Text:
         return tokenizer, ChatTemplate.from_folder(folder, config.chat_template), defaults
 
 
-def _swap_space(
+def _find(name: str, revision: str | None, *, progress: bool) -> tuple[Path, ModelConfig]:
+    """A model's folder, fetched and converted where it has to be, and its config."""
+    from cuengine.model.config import read_model_config
+    from cuengine.model.find import find_model
+
+    files = find_model(name, revision=revision, progress=progress)
+    folder = _folder(files, progress=progress)
+    return folder, read_model_config(folder)
+
+
+def _find_draft(
+    speculation: SpeculativeConfig,
+    target: ModelConfig,
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
+    *,
+    progress: bool,
+) -> tuple[Path, ModelConfig]:
+    """`_find` for the draft model. Raises ConfigError where it cannot draft for this one."""
+    from cuengine.model.tokenizer import Tokenizer
+
+    assert speculation.model is not None
+    with _phase("draft model files"):
+        folder, draft = _find(speculation.model, speculation.revision, progress=progress)
+    name = f"speculative_config: the draft model {speculation.model}"
+    if draft.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"{name} has {draft.vocab_size} tokens, the model has {target.vocab_size}: a draft "
+            "model needs the same vocabulary"
+        )
+    if tokenizer is not None and not Tokenizer.from_folder(folder).same_vocabulary(tokenizer):
+        raise ConfigError(
+            f"{name} gives its token ids other texts than the model: a draft model needs the same "
+            "vocabulary"
+        )
+    if draft.context_length < max_model_len:
+        raise ConfigError(
+            f"{name} has {draft.context_length} positions, less than "
+            f"max_model_len={max_model_len}: lower that, or take another draft model"
+        )
+    return folder, draft
+
+
+def _load_llama(
     config: EngineConfig,
-    device: Device,
+    folder: Path,
     model_config: ModelConfig,
-    shape: AttentionShape,
-    block_bytes: int,
-) -> tuple[Any, SwapSpace | None]:
-    """The host's cache and who keeps account of it; None and None where there is to be none."""
+    limits: StepLimits,
+    *,
+    progress: bool,
+) -> Llama:
+    """A model on a device of its own, ready to run."""
+    from cuengine.device.select import select_device
+    from cuengine.model.llama import Llama
+    from cuengine.model.loader import load_weights
+
+    device = select_device(
+        config.device,
+        config.dtype,
+        checkpoint_dtype=None if model_config.dequantized else model_config.dtype,
+        limits=limits,
+        use_graphs=not config.enforce_eager,
+    )
+    with _phase("weights"):
+        weights = load_weights(
+            folder, model_config, device, max_model_len=limits.max_model_len, progress=progress
+        )
+        llama = Llama(model_config, weights, device)
+    with _phase("kernels"):
+        device.prepare(llama.attention_shape, progress=progress)
+    return llama
+
+
+def _block_bytes(llama: Llama, block_size: int) -> int:
+    """Of one KV block, in all layers."""
+    shape = llama.attention_shape
+    numbers = 2 * llama.config.num_layers * shape.num_kv_heads * shape.head_dim * block_size
+    return numbers * np.dtype(llama.device.dtype).itemsize
+
+
+def _speculator(
+    config: EngineConfig,
+    speculation: SpeculativeConfig | None,
+    llamas: list[Llama],
+    runners: list[ModelRunner],
+) -> Speculator | None:
+    """The draft model, if there is one, is behind the model, and its runner likewise."""
+    if speculation is None:
+        return None
+    proposer: Proposer
+    if speculation.method == "draft_model":
+        proposer = DraftModelProposer(
+            runners[1],
+            block_size=config.block_size,
+            max_tokens=config.max_num_batched_tokens,
+            cost=all_weights(llamas[1].config) / all_weights(llamas[0].config),
+        )
+    else:
+        proposer = NgramProposer(speculation)
+    return Speculator(
+        proposer,
+        speculation.num_speculative_tokens,
+        weight_tokens=llamas[0].device.weight_tokens,
+    )
+
+
+def _swap_space(
+    config: EngineConfig, llamas: list[Llama], block_bytes: int
+) -> tuple[list[Any], SwapSpace | None]:
+    """The models' host caches and who keeps account of them; None where there is to be none."""
     num_blocks = int(config.swap_space * 2**30) // block_bytes
     if num_blocks == 0:
-        return None, None
+        return [None] * len(llamas), None
     try:
-        host_cache = device.allocate_host_cache(
-            model_config.num_layers, num_blocks, config.block_size, shape
-        )
+        host_caches = [
+            llama.device.allocate_host_cache(
+                llama.config.num_layers, num_blocks, config.block_size, llama.attention_shape
+            )
+            for llama in llamas
+        ]
     except (DeviceMemoryError, MemoryError) as error:
         raise ConfigError(
             f"swap_space={config.swap_space:g} GiB does not fit into host memory: {error}. Lower it"
         ) from error
     costs = SwapCosts.of(
         block_bytes=block_bytes,
-        weights=layer_weights(model_config),
-        swap_rate=device.swap_rate,
-        compute_rate=device.compute_rate,
+        weights=sum(layer_weights(llama.config) for llama in llamas),
+        swap_rate=llamas[0].device.swap_rate,
+        compute_rate=llamas[0].device.compute_rate,
     )
-    return host_cache, SwapSpace(num_blocks, config.block_size, costs)
+    return host_caches, SwapSpace(num_blocks, config.block_size, costs)
 
 
 def layer_weights(config: ModelConfig) -> int:
@@ -184,6 +279,11 @@ def layer_weights(config: ModelConfig) -> int:
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
     attention = heads * config.head_dim * config.hidden_size
     return config.num_layers * (attention + 3 * config.hidden_size * config.intermediate_size)
+
+
+def all_weights(config: ModelConfig) -> int:
+    """Numbers that a token is multiplied with if its successor is drawn: the logits' count, too."""
+    return layer_weights(config) + config.vocab_size * config.hidden_size
 
 
 def size_kv_cache(

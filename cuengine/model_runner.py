@@ -49,6 +49,8 @@ class ModelRunner:
                 device.copy_blocks(self.kv_cache, staged)
             if batch.swap_ins is not None:
                 device.swap_in(self.kv_cache, self.host_cache, staged)
+        if not len(batch.token_ids):  # only blocks to move
+            return _empty_output()
         num_rows = len(batch.logits_indices)
         if num_rows <= LOGITS_ROWS:
             with device.range("forward"):
@@ -120,6 +122,11 @@ def _rows(sampling: SamplingBatch, start: int, stop: int) -> SamplingBatch:
         for name in ("bias_ids", "bias_values"):
             changes[name] = getattr(sampling, name)[inside]
     return replace(sampling, **changes)
+
+
+def _empty_output() -> SamplerOutput:
+    ints, floats = np.empty(0, np.int32), np.empty(0, np.float32)
+    return SamplerOutput(ints, floats, ints, ints.reshape(0, 0), floats.reshape(0, 0))
 
 
 def _concatenate(parts: list[SamplerOutput]) -> SamplerOutput:

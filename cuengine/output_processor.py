@@ -131,7 +131,7 @@ class OutputProcessor:
             state.prompt_logprobs = output.prompt_logprobs
             for entry in output.prompt_logprobs:
                 self._name_tokens(entry)
-        deltas = [self._push(output.request_id, state, token) for token in output.tokens]
+        deltas = self._push_all(output.request_id, state, output.tokens)
         finished = state.finished
         if finished:
             del self._states[output.request_id]
@@ -142,6 +142,24 @@ class OutputProcessor:
                 return None
             deltas = _best(state)
         return self._delta(output.request_id, state, deltas, finished=finished)
+
+    def _push_all(
+        self, request_id: str, state: _State, tokens: list[TokenOutput]
+    ) -> list[SequenceDelta]:
+        """One delta per sample. What a step drew after a stop string is nobody's."""
+        deltas: dict[int, SequenceDelta] = {}
+        for token in tokens:
+            if state.samples[token.index].finish_reason is not None:
+                continue
+            news = self._push(request_id, state, token)
+            delta = deltas.setdefault(token.index, news)
+            if delta is not news:
+                delta.text += news.text
+                delta.token_ids += news.token_ids
+                if delta.logprobs is not None and news.logprobs is not None:
+                    delta.logprobs += news.logprobs
+                delta.finish_reason, delta.stop_reason = news.finish_reason, news.stop_reason
+        return list(deltas.values())
 
     def _push(self, request_id: str, state: _State, token: TokenOutput) -> SequenceDelta:
         sample, params = state.samples[token.index], state.params

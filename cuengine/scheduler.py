@@ -14,8 +14,10 @@ admitted that came later.
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from cuengine.block_pool import BlockPool
 from cuengine.block_table import BlockTable
@@ -31,6 +33,9 @@ class Chunk:
                      first tokens
     num_samples      tokens to draw after the chunk's last token; 0 in the middle of a prompt, more
                      than one where the prompt ends and a request wants several samples
+    num_drafts       tokens at the chunk's end that are guessed: a token is drawn after each of
+                     them, too, and shows whether the next guess is right
+    draft_ids        int32, tokens after the sequence's own, for as much of the chunk as is guessed
     """
 
     sequence: Sequence
@@ -38,6 +43,18 @@ class Chunk:
     end: int
     num_prompt_rows: int
     num_samples: int
+    num_drafts: int = 0
+    draft_ids: array[int] = field(default_factory=lambda: array("i"))
+
+    @property
+    def known_end(self) -> int:
+        """Where the chunk's guesses begin, if it ends with any; else its end."""
+        return self.end - self.num_drafts
+
+    @property
+    def num_rows(self) -> int:
+        """Of logits; those that tokens are drawn from come last."""
+        return self.num_prompt_rows + self.num_samples + self.num_drafts
 
 
 @dataclass(slots=True)
@@ -60,6 +77,22 @@ class Step:
     swap_ins: list[tuple[int, int]] = field(default_factory=list)
 
 
+class Drafts(Protocol):
+    """What speculation.py has for the scheduler."""
+
+    def wanted(self, sequence: Sequence, most: int, load: int) -> int:
+        """Tokens to guess for a sequence whose next step is a decode; load: samples that run."""
+        ...
+
+    def num_reusable(self, sequence: Sequence) -> int:
+        """Tokens, from the first on, that are computed in every cache that a block is for."""
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """The sequence is over."""
+        ...
+
+
 def _order(sequence: Sequence) -> tuple[int, int, int]:
     return sequence.order
 
@@ -68,10 +101,12 @@ class Scheduler:
     """Waiting and running sequences, both in order.
 
     Blocks for a prompt are claimed whole on admission, those for output one by one as it appears;
-    so only decodes can run out of blocks.
+    so only decodes can run out of blocks. Guessed tokens get what room a step leaves, in tokens and
+    in blocks, and keep it for this step only; so they never cost anybody's place.
 
     The caller goes on: `schedule`, give the step to the device, `launched`; and once the tokens of
-    the step before are in their places, `publish`.
+    the step before are in their places, `publish`. A chunk with guesses is settled by `settle`
+    before anything else is scheduled.
     """
 
     def __init__(
@@ -81,8 +116,10 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         swap_space: SwapSpace | None = None,
+        drafts: Drafts | None = None,
     ) -> None:
         self.pool = pool
+        self.drafts = drafts
         self.swap_space = swap_space
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -124,29 +161,49 @@ class Scheduler:
             if not self._admit(sequence, step):
                 break
             budget -= self._prefill(sequence, budget, step)
+        if self.drafts is not None:
+            for chunk in step.chunks:
+                budget -= self._guess(chunk, budget, self.drafts)
         return step
 
     def launched(self, step: Step) -> None:
         """The device has the step: all of it counts as computed, and what it draws as there.
 
         A sequence whose prompt is through is split into its samples, which run from now on.
+        Guessed tokens do not count.
         """
         row = 0
         for chunk in step.chunks:
             sequence = chunk.sequence
-            sequence.num_computed = chunk.end
+            sequence.num_computed = chunk.known_end
             row += chunk.num_prompt_rows
             if chunk.num_samples:
                 for sample in self._fork(sequence) if sequence.width > 1 else (sequence,):
                     sample.token_ids.append(UNKNOWN_TOKEN)
                     sample.last_row = row
                     row += 1
+                row += chunk.num_drafts
+
+    def settle(self, chunk: Chunk, token_ids: list[int]) -> None:
+        """Take a chunk's guesses, as far as they are right, and the token after them as drawn.
+
+        The slots of the others are given back.
+        """
+        sequence, first = chunk.sequence, chunk.known_end
+        sequence.token_ids[first:] = array("i", token_ids)
+        sequence.num_computed = first + len(token_ids) - 1
+        sequence.table.shrink(sequence.num_computed)
+        self.publish([chunk])
 
     def publish(self, chunks: list[Chunk]) -> None:
         """Let later steps find the full blocks of launched chunks, whose tokens are all known."""
         pool, size = self.pool, self.pool.block_size
         for chunk in chunks:
-            sequence, last = chunk.sequence, chunk.end // size
+            sequence = chunk.sequence
+            computed = sequence.num_computed
+            if self.drafts is not None:
+                computed = min(computed, self.drafts.num_reusable(sequence))
+            last = computed // size
             if sequence.num_registered < last and sequence.status is SequenceStatus.RUNNING:
                 if pool.enable_caching:
                     hashes = sequence.block_hashes(last, size)
@@ -177,6 +234,8 @@ class Scheduler:
             del self.waiting[bisect_left(self.waiting, sequence.order, key=_order)]
             self._release_host_blocks(sequence)
         sequence.status = SequenceStatus.FINISHED
+        if self.drafts is not None:
+            self.drafts.forget(sequence)
 
     def _decode(self, sequence: Sequence, step: Step) -> int:
         """Schedule one token, preempting from the end of the line for its block."""
@@ -203,6 +262,23 @@ class Scheduler:
         step.chunks.append(Chunk(sequence, start, end, rows, sequence.width if end == known else 0))
         return end - start
 
+    def _guess(self, chunk: Chunk, budget: int, drafts: Drafts) -> int:
+        """Lengthen a decode's chunk by tokens to guess, where there is room; returns how many."""
+        sequence, known = chunk.sequence, chunk.end
+        if chunk.num_samples != 1 or known - chunk.start != 1 or chunk.num_prompt_rows:
+            return 0
+        # The last token needs no guess: it is drawn after them.
+        most = min(budget, sequence.max_len - known - 1)
+        while most > 0 and self.pool.num_free < sequence.table.blocks_needed(known + most):
+            most -= 1
+        count = drafts.wanted(sequence, most, self.num_running) if most > 0 else 0
+        if count:
+            copy = sequence.table.grow(known + count)
+            assert copy is None, "a decode's last block is its own"
+            chunk.num_drafts = count
+            chunk.end += count
+        return count
+
     def _admit(self, sequence: Sequence, step: Step) -> bool:
         """Start the first in the waiting queue, if its blocks and its samples fit.
 
@@ -222,6 +298,8 @@ class Scheduler:
         table.grow(length)
         sequence.num_computed = max(sequence.num_computed, len(cached) * pool.block_size)
         sequence.num_registered = len(cached)
+        if sequence.num_mirrored is not None:
+            sequence.num_mirrored = max(sequence.num_mirrored, len(cached) * pool.block_size)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = sequence.num_computed
             self.prompt_tokens += length

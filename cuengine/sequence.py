@@ -81,6 +81,7 @@ class Sequence:
     max_len         tokens of prompt and output together that it may come to
     num_computed    tokens whose keys and values are in the cache, or will be before the next step
     num_registered  blocks, from the first on, that were offered to the prefix cache
+    num_mirrored    tokens whose keys and values a draft model has, too; None before its first step
     host_blocks     where its computed tokens are while it waits swapped out; else none
     last_row        row of the last step's output that its last token came from
     width           samples this sequence stands for: all of them until it is forked, then 1
@@ -95,6 +96,7 @@ class Sequence:
         "last_row",
         "max_len",
         "num_computed",
+        "num_mirrored",
         "num_registered",
         "order",
         "prompt_len",
@@ -115,6 +117,7 @@ class Sequence:
         self.max_len = self.prompt_len + request.max_tokens
         self.num_computed = 0
         self.num_registered = 0
+        self.num_mirrored: int | None = None
         self.host_blocks: list[int] = []
         self.last_row = 0
         self.width = request.params.num_samples
@@ -134,6 +137,7 @@ class Sequence:
         other.token_ids = self.token_ids[:]
         other.num_computed = self.num_computed
         other.num_registered = self.num_registered
+        other.num_mirrored = self.num_mirrored
         other.width = 1
         other.status = self.status
         other.hashes = self.hashes[:]

@@ -23,6 +23,10 @@ class EngineStats:
     prompt_tokens       of admitted requests, cached ones included
     generation_tokens   tokens drawn
     mean_batch          sequences per step
+    num_drafts          times that tokens were guessed for a sequence (speculative decoding)
+    num_draft_tokens    tokens guessed
+    num_accepted_tokens of these, tokens that were drawn indeed
+    num_accepted_tokens_per_pos  the same by place in their draft, the first token's first
     """
 
     num_running: int = 0
@@ -39,3 +43,7 @@ class EngineStats:
     prompt_tokens: int = 0
     generation_tokens: int = 0
     mean_batch: float = 0.0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()

@@ -98,6 +98,10 @@ class Tokenizer:
     def __contains__(self, token_id: object) -> bool:
         return token_id in self._pieces
 
+    def same_vocabulary(self, other: Tokenizer) -> bool:
+        """Every token id means the same to both."""
+        return self._pieces == other._pieces
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Tokens of `text`, with the BOS or EOS that the model wants where they are asked for.
 

@@ -253,6 +253,13 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="reuse the KV blocks of prompts that begin alike (default: on)",
     )
     group.add_argument(
+        "--speculative-config",
+        metavar="JSON",
+        help="guess tokens and verify several in one step, for example "
+        '\'{"method": "ngram", "num_speculative_tokens": 4}\' or '
+        '\'{"model": "folder", "num_speculative_tokens": 4}\'',
+    )
+    group.add_argument(
         "--chat-template", metavar="FILE", help="Jinja template to use instead of the model's"
     )
 

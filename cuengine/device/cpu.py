@@ -118,6 +118,7 @@ class CpuDevice:
     overlaps = False
     measures_memory = False
     compute_rate = 100e9
+    weight_tokens = 16
     swap_rate = 5e9
 
     def __init__(self, *, use_numba: bool | None = None) -> None:

@@ -40,12 +40,22 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLimits:
-    """The largest step, and the longest sequence, that a device has to be ready for."""
+    """The largest step, and the longest sequence, that a device has to be ready for.
+
+    num_draft_tokens  of a sequence in one step, guessed by speculative decoding
+    """
 
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     max_model_len: int = 4096
     block_size: int = 16
+    num_draft_tokens: int = 0
+
+    @property
+    def max_drawn(self) -> int:
+        """Tokens that a step draws: one for each sample, and one after each guess."""
+        drafts = min(self.max_num_batched_tokens, self.max_num_seqs * (1 + self.num_draft_tokens))
+        return max(self.max_num_seqs, drafts)
 
     @property
     def max_tokens(self) -> int:
@@ -69,6 +79,8 @@ class Device(Protocol):
                   the next step meanwhile
     measures_memory  the largest step has to be run once before `kv_cache_budget` is asked
     compute_rate  floating-point operations a second in long prompts, about
+    weight_tokens  tokens in a step whose arithmetic takes as long as reading the weights, about; it
+                  decides how many tokens are worth guessing
     swap_rate     bytes a second between KV cache and host cache, about; with compute_rate it
                   decides whether swapping pays
     """
@@ -78,6 +90,7 @@ class Device(Protocol):
     overlaps: bool
     measures_memory: bool
     compute_rate: float
+    weight_tokens: int
     swap_rate: float
 
     def free_memory(self) -> int:

@@ -38,6 +38,20 @@ async def test_the_engines_figures_are_shown(serve: Serve) -> None:
     assert {name: samples[name] for name in expected} == expected
 
 
+async def test_guesses_and_what_came_of_them_are_shown_by_place(serve: Serve) -> None:
+    figures = EngineStats(
+        num_drafts=10, num_draft_tokens=20, num_accepted_tokens=12,
+        num_accepted_tokens_per_pos=(9, 3),
+    )  # fmt: skip
+    samples = await _samples(await serve(FakeEngine(figures=figures)))
+    name = "cuengine_spec_decode_num"
+    assert samples[f"{name}_drafts_total"] == 10
+    assert samples[f"{name}_draft_tokens_total"] == 20
+    assert samples[f"{name}_accepted_tokens_total"] == 12
+    assert samples[f"{name}_accepted_tokens_per_pos_total[0]"] == 9
+    assert samples[f"{name}_accepted_tokens_per_pos_total[1]"] == 3
+
+
 async def test_latencies_count_requests_and_gaps_between_tokens(serve: Serve) -> None:
     served = await serve(FakeEngine(text="abcd", delay=0.01))
     await served.post("/v1/completions", {"prompt": "a", "n": 2})

@@ -7,6 +7,7 @@ mapping, so a wrong slot, a block reused too early or a missing copy changes wha
 from __future__ import annotations
 
 import zlib
+from array import array
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -14,8 +15,12 @@ from numpy.typing import NDArray
 
 from cuengine.batch import Batch, Int32, SamplerOutput, SamplingBatch
 from cuengine.config import EngineConfig
+from cuengine.draft_model import DraftModelProposer
 from cuengine.engine import Engine, EngineOutput, LoadedModel
 from cuengine.sampling_params import SamplingParams
+from cuengine.scheduler import Chunk, Step
+from cuengine.sequence import Sequence
+from cuengine.speculation import Proposer, Speculator
 from cuengine.swap_space import SwapCosts, SwapSpace
 
 VOCAB = 50
@@ -51,6 +56,67 @@ def expected_output(prompt: list[int], params: SamplingParams, sample: int = 0) 
         forbidden = ending if len(output) < params.min_tokens else set()
         output.append(draw(prompt + output, params.seed, sample, forbidden))
     return output
+
+
+class Guesser:
+    """A proposer that knows what the model says, and is wrong now and then.
+
+    right  of a draft's tokens, how many are right before the first wrong one; in turn
+    """
+
+    cost = 0.0
+
+    def __init__(self, right: list[int]) -> None:
+        self.right = right
+        self.num_drafts = 0
+
+    def prepare(self, sequence: Sequence, count: int) -> int:
+        return count
+
+    def propose(self, step: Step) -> None:
+        for chunk in step.chunks:
+            if chunk.num_drafts:
+                right = self.right[self.num_drafts % len(self.right)]
+                chunk.draft_ids = array("i", self.guess(chunk, right))
+                self.num_drafts += 1
+
+    def guess(self, chunk: Chunk, right: int) -> list[int]:
+        sequence, request = chunk.sequence, chunk.sequence.request
+        tokens = sequence.token_ids.tolist()
+        for i in range(chunk.num_drafts):
+            early = len(tokens) - sequence.prompt_len < request.params.min_tokens
+            forbidden = set(request.ending_ids) if early else set()
+            token = draw(tokens, request.seed, sequence.index, forbidden)
+            tokens.append(token if i < right else (token + 1) % VOCAB)
+        return tokens[-chunk.num_drafts :]
+
+    def num_reusable(self, sequence: Sequence) -> int:
+        return sequence.num_computed
+
+    def forget(self, sequence: Sequence) -> None:
+        return
+
+
+class Switched:
+    """A proposer that is asked only now and then, as `on` says in turn."""
+
+    cost = 0.0
+
+    def __init__(self, proposer: Proposer, on: list[bool]) -> None:
+        self.proposer, self.on = proposer, on
+        self.propose, self.forget = proposer.propose, proposer.forget
+        self.num_reusable = proposer.num_reusable
+        self.num_asked = 0
+
+    def prepare(self, sequence: Sequence, count: int) -> int:
+        self.num_asked += 1
+        on = self.on[self.num_asked % len(self.on)]
+        return self.proposer.prepare(sequence, count) if on else 0
+
+
+def draft_model(model: ChecksumModel, budget: int = 64) -> DraftModelProposer:
+    """A draft model that says what the model says, as long as its cache has what it should have."""
+    return DraftModelProposer(model, block_size=BLOCK_SIZE, max_tokens=budget, cost=0)
 
 
 class ChecksumModel:
@@ -206,8 +272,10 @@ def make_engine(
     overlaps: bool = False,
     num_host_blocks: int = 0,
     block_cost: float = 1.0,
+    proposer: Proposer | None = None,
+    num_draft_tokens: int = 4,
 ) -> tuple[Engine, ChecksumModel]:
-    """block_cost: of swapping, in tokens computed again."""
+    """block_cost: of swapping, in tokens computed again. proposer: always worth its while."""
     config = EngineConfig(
         block_size=BLOCK_SIZE,
         max_num_seqs=max_num_seqs,
@@ -226,6 +294,9 @@ def make_engine(
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         swap_space=swap_space,
+        speculator=None
+        if proposer is None
+        else Speculator(proposer, num_draft_tokens, weight_tokens=10**9),
     )
     return engine, model
 
@@ -268,6 +339,8 @@ def assert_whole(engine: Engine) -> None:
         assert not any(pool.ref_count(block) for block in range(pool.num_blocks))
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
+    if engine._speculator is not None:
+        assert not engine._speculator._acceptances
 
 
 def greedy(**fields: object) -> SamplingParams:

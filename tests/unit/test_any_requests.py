@@ -1,4 +1,4 @@
-"""Random mixes of requests, overlapped or not, swapped or not: each gets what it would get alone.
+"""Random mixes of requests, overlapped, swapped, speculative or not: each gets what it would alone.
 
 The model is checksum_model.py's. What it draws is known in advance, so both ways of running are
 held against the same truth, not against each other.
@@ -7,12 +7,17 @@ held against the same truth, not against each other.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 from checksum_model import (
     BLOCK_SIZE,
+    ChecksumModel,
+    Guesser,
     Outputs,
+    Switched,
     assert_whole,
+    draft_model,
     expected_output,
     greedy,
     logprob,
@@ -24,6 +29,7 @@ from hypothesis import strategies as st
 
 from cuengine.engine import EngineOutput
 from cuengine.sampling_params import SamplingParams
+from cuengine.speculation import Proposer
 
 
 @dataclass
@@ -82,6 +88,9 @@ def jobs(draw: st.DrawFn) -> Job:
     caching=st.booleans(),
     overlaps=st.booleans(),
     num_host_blocks=st.sampled_from([0, 0, 3, 100]),
+    guesses=st.none() | st.lists(st.integers(0, 5), min_size=1, max_size=4) | st.just("model"),
+    num_draft_tokens=st.integers(1, 5),
+    switched=st.just([True]) | st.lists(st.booleans(), min_size=2, max_size=20),
 )
 def test_every_request_gets_the_tokens_it_would_get_alone(
     work: list[Job],
@@ -91,7 +100,15 @@ def test_every_request_gets_the_tokens_it_would_get_alone(
     caching: bool,
     overlaps: bool,
     num_host_blocks: int,
+    guesses: list[int] | Literal["model"] | None,
+    num_draft_tokens: int,
+    switched: list[bool],
 ):
+    proposer: Proposer | None = None
+    if guesses == "model":
+        proposer = draft_model(ChecksumModel(), budget)
+    elif guesses is not None:
+        proposer = Guesser(guesses)
     engine, model = make_engine(
         num_blocks=num_blocks,
         max_num_seqs=max_num_seqs,
@@ -99,9 +116,12 @@ def test_every_request_gets_the_tokens_it_would_get_alone(
         caching=caching,
         overlaps=overlaps,
         num_host_blocks=num_host_blocks,
+        proposer=None if proposer is None else Switched(proposer, switched),
+        num_draft_tokens=num_draft_tokens,
     )
     outputs = Outputs()
     prompt_logprobs = {}
+    cut: set[tuple[str, int]] = set()
     for now in range(5000):
         for name, job in enumerate(work):
             if job.arrives == now:
@@ -111,15 +131,20 @@ def test_every_request_gets_the_tokens_it_would_get_alone(
             if job.aborted is not None and job.arrives + job.aborted == now:
                 engine.abort(str(name))
         news = engine.step()
-        outputs.add(news)
+        cut_before = cut.copy()
         for output in news:
             if output.prompt_logprobs is not None:
                 assert output.request_id not in prompt_logprobs
                 prompt_logprobs[output.request_id] = output.prompt_logprobs
             for token in output.tokens:
-                cut = work[int(output.request_id)].cut
-                if len(outputs.tokens[output.request_id, token.index]) == cut:
-                    engine.finish_sequence(output.request_id, token.index)
+                key = (output.request_id, token.index)
+                assert key not in cut_before
+                if key in cut:
+                    continue  # drawn in the same step as the last that counts
+                outputs.add([EngineOutput(output.request_id, [token])])
+                if len(outputs.tokens[key]) == work[int(output.request_id)].cut:
+                    engine.finish_sequence(*key)
+                    cut.add(key)
         stats = engine.stats()
         assert stats.num_running <= max_num_seqs
         assert stats.num_used_blocks + stats.num_free_blocks == num_blocks
@@ -129,6 +154,8 @@ def test_every_request_gets_the_tokens_it_would_get_alone(
     assert not model.pending
     assert all(tokens <= budget for tokens, _ in model.steps)
     assert all(0 < sequences <= max_num_seqs for _, sequences in model.steps)
+    if guesses == "model":
+        assert stats.num_accepted_tokens == stats.num_draft_tokens
     for name, job in enumerate(work):
         for sample in range(job.params.n):
             expected = job.expected(sample)

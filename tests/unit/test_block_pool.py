@@ -50,10 +50,18 @@ class PagedMemory(RuleBasedStateMachine):
 
     def write(self, name: int, new: list[int]) -> None:
         """Append tokens if there is room for them, as the scheduler would."""
+        if self.place(name, new):
+            tokens = self.tokens[name]
+            tokens.extend(new)
+            for block, digest in zip(self.tables[name].blocks, self.hashes(tokens), strict=False):
+                self.pool.register(block, digest)
+
+    def place(self, name: int, new: list[int]) -> bool:
+        """Write tokens behind a sequence's own; false: there is no room for them."""
         table, tokens = self.tables[name], self.tokens[name]
         length = len(tokens) + len(new)
         if table.blocks_needed(length) > self.pool.num_free:
-            return
+            return False
         before = list(table.blocks)
         expected_free = self.pool.num_free - table.blocks_needed(length)
         copy = table.grow(length)
@@ -72,9 +80,7 @@ class PagedMemory(RuleBasedStateMachine):
             block = table.blocks[position // BLOCK_SIZE]
             assert self.owners[block] == {name}, "a shared block is written to"
             self.memory[block][position % BLOCK_SIZE] = token
-        tokens.extend(new)
-        for block, digest in zip(table.blocks, self.hashes(tokens), strict=False):
-            self.pool.register(block, digest)
+        return True
 
     def claim(self, block: int, name: int) -> None:
         assert not self.owners[block], "a block that someone owns was handed out"
@@ -106,6 +112,18 @@ class PagedMemory(RuleBasedStateMachine):
     @rule(name=sequences, tokens=token_lists)
     def append(self, name: int, tokens: list[int]) -> None:
         self.write(name, tokens)
+
+    @rule(name=sequences, guesses=token_lists, right=st.integers(0, 10))
+    def guess(self, name: int, guesses: list[int], right: int) -> None:
+        """Write tokens of which only the first turn out right, and give the other slots back."""
+        if self.place(name, guesses):
+            table, kept = self.tables[name], guesses[:right]
+            before = list(table.blocks)
+            table.shrink(len(self.tokens[name]) + len(kept))
+            for block in before[len(table.blocks) :]:
+                self.owners[block].remove(name)
+            self.tokens[name].extend(kept)
+            self.write(name, [])
 
     @rule(target=sequences, name=sequences)
     def fork(self, name: int) -> int:

@@ -91,3 +91,26 @@ def test_adopted_blocks_are_shared_and_count_as_full():
     assert second.grow(6) is None
     assert second.blocks[0] == first.blocks[0]
     assert pool.ref_count(first.blocks[0]) == 2
+
+
+def test_slots_given_back_can_be_claimed_again_and_their_blocks_by_others():
+    pool = BlockPool(4, BLOCK_SIZE)
+    table = table_of(pool, 6)
+    table.grow(13)
+    kept = list(table.blocks[:2])
+    table.shrink(7)
+    assert (list(table.blocks), table.num_tokens, pool.num_free) == (kept, 7, 2)
+    assert [table.blocks_needed(n) for n in (7, 8, 9)] == [0, 0, 1]
+    table.shrink(9)
+    assert table.num_tokens == 7
+    table.shrink(4)
+    assert (list(table.blocks), pool.num_free) == (kept[:1], 3)
+
+
+def test_a_fork_keeps_the_blocks_that_the_other_gives_back():
+    pool = BlockPool(4, BLOCK_SIZE)
+    first = table_of(pool, 8)
+    second = first.fork()
+    first.shrink(3)
+    assert len(second.blocks) == 2
+    assert [pool.ref_count(block) for block in second.blocks] == [2, 1]

@@ -19,6 +19,7 @@ import pytest
 from cuengine.api.settings import ServerSettings
 from cuengine.cli import info, pull, serve
 from cuengine.cli.arguments import (
+    UsageError,
     build_parser,
     engine_config,
     sampling_params,
@@ -85,7 +86,8 @@ def test_flags_reach_the_engine_s_settings() -> None:
     flags = (
         "some/model --revision v1 --block-size 32 --max-model-len 99 --max-num-seqs 7 "
         "--max-num-batched-tokens 64 --kv-cache-memory 1KiB --no-enable-prefix-caching "
-        "--chat-template t.jinja --seed 5 --device cpu --dtype float32"
+        "--chat-template t.jinja --seed 5 --device cpu --dtype float32 "
+        '--speculative-config {"method":"ngram","num_speculative_tokens":3}'
     )
     config = engine_config(build_parser().parse_args(["serve", *flags.split()]))
     assert (config.model, config.revision, config.block_size) == ("some/model", "v1", 32)
@@ -93,6 +95,15 @@ def test_flags_reach_the_engine_s_settings() -> None:
     assert (config.max_num_batched_tokens, config.kv_cache_memory) == (64, 1024)
     assert config.enable_prefix_caching is False
     assert (config.chat_template, config.seed) == ("t.jinja", 5)
+    speculation = config.speculation()
+    assert speculation is not None
+    assert (speculation.method, speculation.num_speculative_tokens) == ("ngram", 3)
+
+
+def test_a_speculative_config_that_cannot_be_used_is_wrong_usage() -> None:
+    args = build_parser().parse_args(["serve", "--speculative-config", '{"method": "ngram"}'])
+    with pytest.raises(UsageError, match="num_speculative_tokens is missing"):
+        engine_config(args)
 
 
 def test_without_flags_the_built_in_model_is_meant() -> None:

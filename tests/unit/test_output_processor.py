@@ -221,3 +221,45 @@ def test_without_a_tokenizer_there_is_no_text_and_stop_strings_are_refused():
     processor.add_request("r", [1], SamplingParams())
     [delta] = processor.process([EngineOutput("r", [TokenOutput(0, 97, None, "length")])])
     assert (delta.sequences[0].text, delta.sequences[0].token_ids) == ("", [97])
+
+
+def several(text: str, **fields: object) -> tuple[Bench, SequenceDelta]:
+    """What comes of several letters that one step drew, each with a log-probability."""
+    bench = Bench(**fields)
+    tokens = [TokenOutput(0, byte, {byte: Logprob(-1.0, 1)}) for byte in text.encode()]
+    delta = bench.push(*tokens)
+    assert delta is not None
+    [news] = delta.sequences
+    return bench, news
+
+
+def test_tokens_of_one_step_are_one_delta():
+    _, news = several("abc", logprobs=0)
+    assert (news.text, news.token_ids, news.finish_reason) == ("abc", [97, 98, 99], None)
+    assert news.logprobs is not None
+    assert [list(entry) for entry in news.logprobs] == [[97], [98], [99]]
+
+
+def test_a_stop_string_amid_the_tokens_of_one_step_ends_text_tokens_and_logprobs_alike():
+    bench, news = several("abENDcd", stop=["END"], logprobs=0)
+    assert (news.text, news.token_ids) == ("ab", list(b"abEND"))
+    assert news.logprobs is not None
+    assert len(news.logprobs) == 5
+    assert (news.finish_reason, news.stop_reason) == ("stop", "END")
+    assert bench.ended == [("r", 0)]
+
+
+def test_a_stop_string_ahead_of_the_last_token_of_a_step_is_what_ended_the_sample():
+    bench = Bench(stop=["E"])
+    delta = bench.push(TokenOutput(0, ord("E")), TokenOutput(0, EOS, finish_reason="stop"))
+    assert delta is not None
+    assert delta.finished
+    [news] = delta.sequences
+    assert (news.token_ids, news.stop_reason) == ([ord("E")], "E")
+
+
+def test_samples_of_one_step_keep_their_tokens_apart():
+    bench = Bench(n=2)
+    delta = bench.push(*(TokenOutput(i, byte) for i, byte in ((0, 97), (0, 98), (1, 99), (1, 100))))
+    assert delta is not None
+    assert [(news.index, news.text) for news in delta.sequences] == [(0, "ab"), (1, "cd")]

@@ -88,7 +88,7 @@ class StepInputs:
         )
         key = None
         num_seqs, num_tokens, width = count, len(batch.token_ids), batch.block_tables.shape[1]
-        if decodes and self._use_graphs and count <= self._limits.max_num_seqs:
+        if decodes and self._use_graphs and 0 < count <= self._limits.max_num_seqs:
             key = graph_key(
                 count,
                 int(batch.seq_lens.max()),
