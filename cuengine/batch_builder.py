@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuengine.batch import Batch, Int32, SamplingBatch
+from cuengine.grammar import Matcher, allowed_mask
 from cuengine.scheduler import Chunk, Step
 from cuengine.sequence import UNKNOWN_TOKEN, Sequence
 
@@ -98,6 +99,7 @@ def build_sampling(step: Step) -> SamplingBatch:
     _report_prompt(batch, step.chunks)
     _add_penalties(batch, drawn)
     _add_biases(batch, drawn)
+    batch.allowed_mask = allowed_mask([_grammar_row(sequence) for sequence in drawn])
     return batch
 
 
@@ -167,10 +169,24 @@ def _add_biases(batch: SamplingBatch, drawn: list[Sequence | None]) -> None:
         request = sequence.request
         for token, bias in request.params.logit_bias.items():
             entries.append((row, token, bias))
-        if sequence.num_output < request.params.min_tokens:
+        # Under a grammar the mask forbids them, where it allows something else.
+        if sequence.matcher is None and _must_go_on(sequence):
             entries.extend((row, token, -np.inf) for token in request.ending_ids)
     if entries:
         table: NDArray[np.float64] = np.array(entries, np.float64)
         batch.bias_rows = table[:, 0].astype(np.int32)
         batch.bias_ids = table[:, 1].astype(np.int32)
         batch.bias_values = table[:, 2].astype(np.float32)
+
+
+def _must_go_on(sequence: Sequence) -> bool:
+    return sequence.num_output < sequence.request.params.min_tokens
+
+
+def _grammar_row(sequence: Sequence | None) -> tuple[Matcher, frozenset[int]] | None:
+    """What draws under a grammar, and with what it should not end."""
+    if sequence is None or sequence.matcher is None:
+        return None
+    request, matcher = sequence.request, sequence.matcher
+    forbidden = request.ending_ids if _must_go_on(sequence) else frozenset[int]()
+    return matcher, forbidden | matcher.eos_ids if request.params.ignore_eos else forbidden
