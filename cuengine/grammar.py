@@ -17,7 +17,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -300,7 +300,7 @@ class GrammarCompiler:
     def __init__(
         self, tokenizer: GrammarTokenizer, vocab_size: int, eos_ids: Collection[int]
     ) -> None:
-        self._make_vocabulary = lambda: Vocabulary(tokenizer, vocab_size, eos_ids)
+        self._make_vocabulary = partial(Vocabulary, tokenizer, vocab_size, eos_ids)
         self._vocabulary: Vocabulary | None = None
         self._vocabulary_lock = threading.Lock()
         self._lock = threading.Lock()
@@ -419,7 +419,9 @@ def _explained(
     if params.kind != "json":
         return bad_field(params.kind, problem)
     schema = _schema(params)
-    shared = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
+    shared: dict[str, Any] = {
+        name: schema[name] for name in ("$defs", "definitions") if name in schema
+    }
     tries = iter(range(_MAX_BLAMED))
 
     def is_to_blame(part: object) -> bool:

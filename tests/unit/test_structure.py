@@ -27,6 +27,7 @@ API_USES = {
     "cuengine.outputs",
     "cuengine.sampling_params",
     "cuengine.stats",
+    "cuengine.structured_outputs",
 }
 
 
