@@ -40,6 +40,10 @@ POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "500 requests, 30 % aborted: no hang, the block pool whole, memory flat",
         ("bench/soak.py",),
     ),
+    "structured": (
+        "200 JSON-schema requests: each answer that finishes parses and validates",
+        ("bench/structured.py",),
+    ),
     "throughput": (
         "at least 1.6 times vLLM's CPU build and 6 times transformers, where they are installed",
         ("bench/throughput.py", "--engine", "all", "--require", "vllm=1.6", "hf=6"),
