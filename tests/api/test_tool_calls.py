@@ -121,6 +121,8 @@ _FRAGMENTS = st.sampled_from(
     fragments=st.lists(_FRAGMENTS, max_size=12),
     data=st.data(),
 )
+@example("mistral", ["[TOOL_CALLS]", " ", "[TOOL_CALLS]"], None)
+@example("mistral", ["[TOOL_CALLS]", "\n ", '{"name": 3}'], None)
 @example("hermes", ["<tool_call>", '{"name": "weather", "arguments": {}}'], None)
 def test_however_text_is_cut_the_result_is_the_same_and_no_text_is_lost(
     style: str, fragments: list[str], data: Any
