@@ -170,8 +170,7 @@ class City(BaseModel):
     name: str = Field(max_length=20)
     country: Literal["France", "Italy", "Spain"]
     inhabitants: int = Field(ge=1000, le=100_000_000)
-    sights: list[str] = Field(max_length=2)
-    twin: City | None
+    seasons: list[Literal["spring", "summer"]] = Field(max_length=2)
 
 
 def test_an_answer_is_parsed_into_a_class(client: OpenAI) -> None:
@@ -180,14 +179,13 @@ def test_an_answer_is_parsed_into_a_class(client: OpenAI) -> None:
         messages=[{"role": "user", "content": "Describe Paris in JSON."}],
         response_format=City,
         temperature=0,
-        max_completion_tokens=300,
+        max_completion_tokens=120,
     )
     (choice,) = answer.choices
     assert choice.finish_reason == "stop"
     assert isinstance(choice.message.parsed, City)
-    assert choice.message.parsed.country == "France"
     response = client.responses.parse(
-        model=MODEL, input="Name a city in JSON.", text_format=City, max_output_tokens=300
+        model=MODEL, input="Name a city in JSON.", text_format=City, max_output_tokens=120
     )
     assert isinstance(response.output_parsed, City)
 
