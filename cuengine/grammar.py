@@ -38,7 +38,7 @@ _MARK = "\x02"
 # Between the tokens of JSON. llguidance would take any amount, and small models never stop.
 WHITESPACE = r" |\r?\n[ \t]{0,40}"
 ALL_TOKENS = np.uint32(0xFFFFFFFF)
-_PARALLEL_ROWS = 16
+_PARALLEL_ROWS = 4
 """Masks from which on threads are worth their waking."""
 _NO_DETAILS = "<non-verbose/>"
 """What llguidance puts where it would describe its own state."""
