@@ -15,9 +15,16 @@ from cuengine.api.answers import json_answer
 from cuengine.api.chat_answer import ChatAnswerer
 from cuengine.api.checks import check_chat, check_generation, named_as_sent, refuse
 from cuengine.api.generation import collect, run_prompts, sampling_params
-from cuengine.api.protocol import ChatRequest
+from cuengine.api.protocol import ChatRequest, ToolChoice
+from cuengine.api.settings import ToolCallFormat
 from cuengine.api.state import ServerState
 from cuengine.api.streaming import stream_answer
+from cuengine.api.structured import (
+    Demand,
+    from_response_format,
+    from_structured_outputs,
+    of_tool_calls,
+)
 from cuengine.api.tokens import TokenNames, encode_chat, template_messages
 from cuengine.api.tool_calls import ToolCallParser
 
@@ -28,9 +35,11 @@ async def create_chat_completion(
     model = state.check_model(body.model)
     check_generation(body, state.settings.max_n)
     check_chat(body)
-    new_parser = _tool_call_parser(body, state)
+    style = _tool_call_style(body, state)
+    wanted = _wanted(body, state, style)
+    new_parser = None if style is None else _tool_call_parser(body, style)
     newer = body.max_completion_tokens is not None
-    with named_as_sent("max_completion_tokens" if newer else None):
+    with named_as_sent("max_completion_tokens" if newer else None, wanted.as_sent):
         params = sampling_params(
             body,
             state,
@@ -38,6 +47,7 @@ async def create_chat_completion(
             max_tokens=body.max_completion_tokens if newer else body.max_tokens,
             logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             prompt_logprobs=body.prompt_logprobs,
+            structured_outputs=wanted.params,
         )
         if new_parser is not None:
             # What marks a call is a special token in many models, which would be left out.
@@ -71,8 +81,8 @@ async def create_chat_completion(
         return json_answer(answer.whole(results[0], usage))
 
 
-def _tool_call_parser(body: ChatRequest, state: ServerState) -> Callable[[], ToolCallParser] | None:
-    """What finds calls in an answer, where the request has tools and the model's format is known.
+def _tool_call_style(body: ChatRequest, state: ServerState) -> ToolCallFormat | None:
+    """How calls are to be found in the answer; None: there are none, or the format is not known.
 
     Raises ApiError 400 where the model would never get to see the tools.
     """
@@ -82,7 +92,38 @@ def _tool_call_parser(body: ChatRequest, state: ServerState) -> Callable[[], Too
     if not template.takes_tools:
         raise refuse("tools", "tools: this model's chat template has no place for them.")
     style = state.settings.tool_call_parser or template.tool_call_format
-    if style is None:
-        return None
-    known = [tool.function.name for tool in body.tools]
+    # A call that is forced needs some format: the one that is nothing but JSON.
+    return style or ("llama3_json" if _must_call(body) else None)
+
+
+def _must_call(body: ChatRequest) -> bool:
+    return body.tool_choice not in (None, "none", "auto")
+
+
+def _wanted(body: ChatRequest, state: ServerState, style: ToolCallFormat | None) -> Demand:
+    """What the answer must look like: calls, where they are forced, are all that it consists of."""
+    answer = from_response_format(body.response_format)
+    tokenizer = state.engine.tokenizer
+    if style is None or tokenizer is None or not body.tools:
+        return from_structured_outputs(body.structured_outputs, answer, "response_format")
+    several = body.parallel_tool_calls is not False
+    if not _must_call(body):
+        answer = from_structured_outputs(body.structured_outputs, answer, "response_format")
+        if answer.params is None or body.structured_outputs is not None:
+            return answer
+        return of_tool_calls(style, body.tools, tokenizer, several=several, instead=answer)
+    if body.structured_outputs is not None:
+        raise refuse(
+            "structured_outputs", "structured_outputs cannot be combined with a forced tool call."
+        )
+    choice = body.tool_choice
+    named = choice.function.name if isinstance(choice, ToolChoice) and choice.function else None
+    return of_tool_calls(
+        style, body.tools, tokenizer, only=named, several=several and named is None
+    )
+
+
+def _tool_call_parser(body: ChatRequest, style: ToolCallFormat) -> Callable[[], ToolCallParser]:
+    """What finds calls in an answer."""
+    known = [tool.function.name for tool in body.tools or ()]
     return lambda: ToolCallParser(style, known, parallel=body.parallel_tool_calls is not False)

@@ -5,7 +5,7 @@ Anything that this server cannot do is refused here, so that no answer pretends 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cuengine.api.errors import ApiError
@@ -14,6 +14,7 @@ from cuengine.api.protocol import (
     CompletionRequest,
     GenerationRequest,
     SamplingFields,
+    ToolChoice,
     Typed,
 )
 from cuengine.errors import RequestError
@@ -33,15 +34,21 @@ def refuse(param: str, message: str) -> ApiError:
 
 
 @contextmanager
-def named_as_sent(name: str | None) -> Iterator[None]:
-    """Blames the field `name` for what the engine calls max_tokens; None: that was its name."""
+def named_as_sent(
+    max_tokens: str | None, structured: Callable[[RequestError], RequestError]
+) -> Iterator[None]:
+    """Blames the fields that the client sent.
+
+    max_tokens  what the engine calls so; None: that was its name
+    structured  gives an error about structured outputs as one about the client's field
+    """
     try:
         yield
     except RequestError as error:
-        if name is None or error.param != "max_tokens":
-            raise
-        message = str(error).replace("max_tokens", name, 1)
-        raise RequestError(message, param=name, code=error.code) from None
+        if max_tokens is not None and error.param == "max_tokens":
+            message = str(error).replace("max_tokens", max_tokens, 1)
+            raise RequestError(message, param=max_tokens, code=error.code) from None
+        raise structured(error) from None
 
 
 def check_sampling(body: SamplingFields) -> None:
@@ -58,17 +65,10 @@ def check_generation(body: GenerationRequest, max_n: int) -> None:
     check_sampling(body)
     if body.n is not None and body.n > max_n:
         raise refuse("n", f"n={body.n} is more than this server's limit of {max_n}.")
-    check_text_only(body.response_format, "response_format")
     if body.stream_options is not None and not body.stream:
         raise refuse("stream_options", "stream_options needs stream: true.")
     if body.prompt_logprobs is not None and body.stream:
         raise refuse("prompt_logprobs", "prompt_logprobs cannot be combined with stream: true.")
-
-
-def check_text_only(wanted: Typed | None, param: str) -> None:
-    """Answers in the shape of a JSON schema need grammars, which this server does not have."""
-    if wanted is not None and wanted.type != "text":
-        raise refuse(param, f"{param} {wanted.type!r} is not supported; only 'text' is.")
 
 
 def check_chat(body: ChatRequest) -> None:
@@ -112,8 +112,8 @@ def _check_stop(stop: str | list[str] | None) -> None:
         )
 
 
-def check_tool_choice(choice: str | Typed | None) -> None:
-    """A call that must be made needs a grammar."""
+def check_no_tool_choice(choice: str | Typed | None) -> None:
+    """Where a route has no tools."""
     if choice not in (None, "none", "auto"):
         wanted = choice.type if isinstance(choice, Typed) else choice
         raise refuse(
@@ -124,6 +124,16 @@ def check_tool_choice(choice: str | Typed | None) -> None:
 def _check_tools(body: ChatRequest) -> None:
     if body.tools == []:
         raise refuse("tools", "tools: an empty list. Give at least one tool, or leave it out.")
-    check_tool_choice(body.tool_choice)
-    if body.tools is None and body.tool_choice == "auto":
-        raise refuse("tool_choice", "tool_choice 'auto' needs tools.")
+    choice = body.tool_choice
+    named = choice.function.name if isinstance(choice, ToolChoice) and choice.function else None
+    if choice not in (None, "none", "auto", "required") and named is None:
+        wanted = choice.type if isinstance(choice, ToolChoice) else choice
+        raise refuse(
+            "tool_choice",
+            f"tool_choice {wanted!r} is not supported; 'none', 'auto', 'required' and a named "
+            "function are.",
+        )
+    if body.tools is None and choice not in (None, "none"):
+        raise refuse("tool_choice", f"tool_choice {named or choice!r} needs tools.")
+    if named is not None and named not in [tool.function.name for tool in body.tools or ()]:
+        raise refuse("tool_choice", f"tool_choice: {named!r} is not among the tools.")

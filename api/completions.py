@@ -14,7 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from cuengine.api.answers import json_answer
 from cuengine.api.body import invalid_field
-from cuengine.api.checks import check_completion, check_generation
+from cuengine.api.checks import check_completion, check_generation, named_as_sent
 from cuengine.api.errors import ApiError
 from cuengine.api.generation import (
     PromptResult,
@@ -36,6 +36,7 @@ from cuengine.api.protocol import (
 )
 from cuengine.api.state import ServerState
 from cuengine.api.streaming import DONE, end_of_stream, event, stream_answer
+from cuengine.api.structured import from_response_format, from_structured_outputs
 from cuengine.api.tokens import (
     TokenNames,
     check_ids,
@@ -46,6 +47,7 @@ from cuengine.api.tokens import (
 )
 from cuengine.outputs import RequestDelta, SequenceDelta, TokenLogprobs
 from cuengine.sampling_params import SamplingParams
+from cuengine.structured_outputs import StructuredOutputsParams
 
 DEFAULT_MAX_TOKENS = 16
 # Prompts times samples of one request. Each is a sequence in the engine at once.
@@ -70,7 +72,10 @@ async def create_completion(
     # `echo` without new tokens scores the prompt. The engine always makes one: it is left out.
     score_only = bool(body.echo) and body.max_tokens == 0
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    params = _params(body, state, 1 if score_only else max_tokens)
+    wanted = from_structured_outputs(
+        body.structured_outputs, from_response_format(body.response_format), "response_format"
+    )
+    params = _params(body, state, 1 if score_only else max_tokens, wanted.params)
     if len(given) * params.num_samples > MAX_SEQUENCES:
         raise ApiError(
             400,
@@ -97,13 +102,19 @@ async def create_completion(
         priority=body.priority,
         cache_salt=body.cache_salt,
     )
-    if body.stream:
-        return await stream_answer(request, state, deltas, answer.chunks, answer.end)
-    results, usage = await collect(deltas, len(prompts), params)
-    return json_answer(answer.whole(results, usage))
+    with named_as_sent(None, wanted.as_sent):
+        if body.stream:
+            return await stream_answer(request, state, deltas, answer.chunks, answer.end)
+        results, usage = await collect(deltas, len(prompts), params)
+        return json_answer(answer.whole(results, usage))
 
 
-def _params(body: CompletionRequest, state: ServerState, max_tokens: int) -> SamplingParams:
+def _params(
+    body: CompletionRequest,
+    state: ServerState,
+    max_tokens: int,
+    structured_outputs: StructuredOutputsParams | None,
+) -> SamplingParams:
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)
@@ -115,6 +126,7 @@ def _params(body: CompletionRequest, state: ServerState, max_tokens: int) -> Sam
         best_of=body.best_of,
         logprobs=body.logprobs,
         prompt_logprobs=prompt_logprobs,
+        structured_outputs=structured_outputs,
     )
 
 

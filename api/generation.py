@@ -23,6 +23,7 @@ from cuengine.api.protocol import (
 from cuengine.api.state import ServerState
 from cuengine.outputs import FinishReason, RequestDelta, SequenceDelta, TokenLogprobs
 from cuengine.sampling_params import SamplingParams
+from cuengine.structured_outputs import StructuredOutputsParams
 
 T = TypeVar("T")
 
@@ -42,6 +43,7 @@ def sampling_params(
     best_of: int | None = None,
     logprobs: int | None = None,
     prompt_logprobs: int | None = None,
+    structured_outputs: StructuredOutputsParams | None,
 ) -> SamplingParams:
     """The request's parameters; what it leaves open is as generation_config.json recommends.
 
@@ -71,6 +73,7 @@ def sampling_params(
         prompt_logprobs=prompt_logprobs,
         skip_special_tokens=_given(request.skip_special_tokens, True),
         include_stop_str_in_output=_given(request.include_stop_str_in_output, False),
+        structured_outputs=structured_outputs,
     )
 
 

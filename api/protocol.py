@@ -25,7 +25,6 @@ REFUSED_EVERYWHERE = frozenset(
         "guided_regex",
         "logits_processors",
         "repetition_detection",
-        "structured_outputs",
         "truncate_prompt_tokens",
         "use_beam_search",
     }
@@ -57,6 +56,34 @@ class Typed(Struct):
     type: str
 
 
+class JsonSchema(Struct):
+    """name, strict and description are OpenAI's; a schema is always followed to the letter here."""
+
+    name: str
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
+class ResponseFormat(Struct):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Struct):
+    """vLLM's; exactly one of the first five. The last two are refused."""
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool | None = None
+    whitespace_pattern: str | None = None
+    disable_additional_properties: bool | None = None
+    structural_tag: str | None = None
+
+
 class SamplingFields(Body, kw_only=True):
     """How tokens are to be chosen, whatever the route. The last six have no effect here."""
 
@@ -77,6 +104,7 @@ class SamplingFields(Body, kw_only=True):
     logit_bias: dict[int, float] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
     stream: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
@@ -98,7 +126,7 @@ class GenerationRequest(SamplingFields, kw_only=True):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    response_format: Typed | None = None
+    response_format: ResponseFormat | None = None
 
 
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
@@ -164,6 +192,16 @@ class Tool(Struct):
     function: FunctionDefinition
 
 
+class NamedFunction(Struct):
+    name: str
+
+
+class ToolChoice(Typed):
+    """A function that is to be called."""
+
+    function: NamedFunction | None = None
+
+
 class ChatRequest(GenerationRequest, kw_only=True):
     refused: ClassVar[frozenset[str]] = REFUSED_EVERYWHERE | {
         "chat_template",
@@ -182,7 +220,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tool_choice: str | Typed | None = None
+    tool_choice: str | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     modalities: list[str] | None = None
 

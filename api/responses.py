@@ -1,4 +1,4 @@
-"""POST /v1/responses: OpenAI's newer interface, for plain text, whole or streamed.
+"""POST /v1/responses: OpenAI's newer interface, for text, whole or streamed.
 
 No response is stored: a conversation goes on by sending all of it again. Tools, and whatever needs
 earlier responses, are refused.
@@ -17,9 +17,8 @@ from aiohttp import web
 from cuengine.api.answers import json_answer
 from cuengine.api.chat_answer import logprob_entries
 from cuengine.api.checks import (
+    check_no_tool_choice,
     check_sampling,
-    check_text_only,
-    check_tool_choice,
     check_top_logprobs,
     named_as_sent,
     refuse,
@@ -49,6 +48,7 @@ from cuengine.api.responses_protocol import (
 )
 from cuengine.api.state import ServerState
 from cuengine.api.streaming import stream_answer
+from cuengine.api.structured import from_structured_outputs, from_text_format
 from cuengine.api.tokens import TokenNames, encode_chat, template_messages
 from cuengine.outputs import RequestDelta, TokenLogprobs
 from cuengine.sampling_params import SamplingParams
@@ -63,12 +63,15 @@ async def create_response(
 ) -> web.StreamResponse:
     model = state.check_model(body.model)
     _check_supported(body)
-    with named_as_sent("max_output_tokens"):
+    wanted = from_text_format(None if body.text is None else body.text.format)
+    wanted = from_structured_outputs(body.structured_outputs, wanted, "text.format")
+    with named_as_sent("max_output_tokens", wanted.as_sent):
         params = sampling_params(
             body,
             state,
             max_tokens=body.max_output_tokens,
             logprobs=(body.top_logprobs or 0) if _LOGPROBS in (body.include or ()) else None,
+            structured_outputs=wanted.params,
         )
         prompt = await encode_chat(
             state,
@@ -104,9 +107,7 @@ async def create_response(
 def _check_supported(body: ResponsesRequest) -> None:
     check_sampling(body)
     check_top_logprobs(body.top_logprobs)
-    check_tool_choice(body.tool_choice)
-    if body.text is not None:
-        check_text_only(body.text.format, "text.format")
+    check_no_tool_choice(body.tool_choice)
     if body.truncation == "auto":
         raise refuse("truncation", "truncation 'auto' is not supported; only 'disabled' is.")
 
@@ -229,7 +230,7 @@ class _Answer:
             temperature=params.temperature,
             top_p=params.top_p,
             top_logprobs=body.top_logprobs or 0,
-            text=TextSettings(TextFormat()),
+            text=TextSettings((body.text and body.text.format) or TextFormat("text")),
             tools=[],
             tool_choice="none" if body.tool_choice == "none" else "auto",
             parallel_tool_calls=body.parallel_tool_calls is not False,

@@ -1,4 +1,4 @@
-"""Requests, answers and stream events of /v1/responses, for plain text. Only shapes."""
+"""Requests, answers and stream events of /v1/responses, for text. Only shapes."""
 
 from __future__ import annotations
 
@@ -23,8 +23,18 @@ class InputItem(Struct):
     content: str | list[ContentPart] | None = None
 
 
+class TextFormat(Struct, omit_defaults=True):
+    """The last four go with json_schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    description: str | None = None
+
+
 class TextConfig(Struct):
-    format: Typed | None = None
+    format: TextFormat | None = None
     verbosity: str | None = None
 
 
@@ -89,10 +99,6 @@ class ResponseUsage(Struct):
 
 class IncompleteDetails(Struct):
     reason: Literal["max_output_tokens"]
-
-
-class TextFormat(Struct):
-    type: Literal["text"] = "text"
 
 
 class TextSettings(Struct):

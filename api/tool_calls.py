@@ -187,12 +187,13 @@ class ToolCallParser:
         stripped = self._text.lstrip(_WHITE)
         if not stripped and not final:
             return False
+        opened_by = self._opened_by + self._text[: len(self._text) - len(stripped)]
         self._in_array = stripped.startswith("[")
         if self._in_array:
-            self._begin_call(self._opened_by + "[", stripped[1:])
+            self._begin_call(opened_by + "[", stripped[1:])
             return True
         if stripped.startswith("{"):
-            self._begin_call(self._opened_by, stripped)
+            self._begin_call(opened_by, stripped)
             return True
         return self._mistral_name(final)
 

@@ -48,6 +48,10 @@ POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "at most 4 % of reserved KV memory wasted, blocks shared as the trace allows",
         ("bench/kv_memory.py", "--check"),
     ),
+    "structured": (
+        "200 JSON-schema requests: each answer that finishes parses and validates",
+        ("bench/structured.py",),
+    ),
     "throughput": (
         "at least 1.6 times vLLM's CPU build and 6 times transformers, where they are installed",
         ("bench/throughput.py", "--engine", "all", "--require", "vllm=1.6", "hf=6"),

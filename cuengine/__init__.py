@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from cuengine.outputs import RequestDelta as RequestDelta
     from cuengine.outputs import RequestOutput as RequestOutput
     from cuengine.sampling_params import SamplingParams as SamplingParams
+    from cuengine.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 _MODULES = {
     "AsyncEngine": "async_engine",
@@ -37,6 +38,7 @@ _MODULES = {
     "RequestError": "errors",
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
+    "StructuredOutputsParams": "structured_outputs",
 }
 
 

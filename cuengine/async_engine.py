@@ -3,7 +3,8 @@
 Callers put commands into a list that the thread empties before each step; what a step brought goes
 to the loop in one call. Detokenization happens on the engine's thread: a stop string must end its
 sample before the next step is scheduled, and a few microseconds a token cost less than the extra
-steps would.
+steps would. Grammars are compiled on threads of their own, before a request is handed over: however
+long one takes, no step waits for it.
 """
 
 from __future__ import annotations
@@ -12,13 +13,15 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from cuengine.config import EngineConfig
 from cuengine.engine import Engine
 from cuengine.errors import ConfigError, CuengineError, EngineStoppedError, RequestError
+from cuengine.grammar import Grammar
 from cuengine.output_processor import OutputProcessor
-from cuengine.outputs import RequestDelta
+from cuengine.outputs import RequestDelta, SequenceDelta, TokenLogprobs
 from cuengine.sampling_params import SamplingParams
 from cuengine.stats import EngineStats
 
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from cuengine.model.tokenizer import Tokenizer
 
 logger = logging.getLogger("cuengine")
+
+GRAMMAR_THREADS = 2
 
 News = RequestDelta | CuengineError
 Stream = asyncio.Queue[News]
@@ -62,6 +67,9 @@ class AsyncEngine:
         self._running: dict[str, Stream] = {}
         # On the loop only: streams with a reader, and whether new ones are taken.
         self._streams: dict[str, Stream] = {}
+        self._compiling: dict[str, RequestDelta] = {}
+        """Requests that wait for their grammar, and what ends one that is aborted meanwhile."""
+        self._grammar_threads = ThreadPoolExecutor(GRAMMAR_THREADS, "cuengine-grammar")
         self._accepting = True
         self._idle = asyncio.Event()
         self._idle.set()
@@ -105,16 +113,25 @@ class AsyncEngine:
             try:
                 self._processor.check_request(params)
                 self._engine.add_request(
-                    request_id, prompt_token_ids, params, priority=priority, cache_salt=cache_salt
+                    request_id,
+                    prompt_token_ids,
+                    params,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    grammar=grammar,
                 )
                 self._processor.add_request(request_id, prompt_token_ids, params)
                 self._running[request_id] = stream
             except CuengineError as error:
                 self._post([(stream, error)])
 
-        self._command(add)
         finished = False
         try:
+            grammar = None
+            if params.structured_outputs is not None:
+                grammar = await self._compile(request_id, prompt_token_ids, params)
+            if stream.empty():  # else it has been aborted, or the engine has stopped
+                self._command(add)
             while not finished:
                 news = await stream.get()
                 if isinstance(news, CuengineError):
@@ -131,6 +148,8 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> None:
         """End a request: its stream gets a last delta with finish_reason "abort"."""
+        if (last := self._compiling.get(request_id)) is not None:
+            self._streams[request_id].put_nowait(last)
         self._command(lambda: self._abort(request_id))
 
     def stats(self) -> EngineStats:
@@ -148,9 +167,26 @@ class AsyncEngine:
         with self._wake:
             self._stopping = True
             self._wake.notify()
+        self._grammar_threads.shutdown(wait=False, cancel_futures=True)
         if self._loop is not None:
             await asyncio.to_thread(self._thread.join)
         self._fail_streams()
+
+    async def _compile(
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+    ) -> Grammar | None:
+        """The request's grammar. While it is compiled, the engine's thread does not know of it."""
+        none: list[TokenLogprobs] | None = None if params.logprobs is None else []
+        samples = [SequenceDelta(i, "", [], none, finish_reason="abort") for i in range(params.n)]
+        self._compiling[request_id] = RequestDelta(
+            request_id, prompt_token_ids, samples, finished=True
+        )
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._grammar_threads, self._engine.compile_grammar, params
+            )
+        finally:
+            del self._compiling[request_id]
 
     def _why_stopped(self) -> str:
         if self.failed:

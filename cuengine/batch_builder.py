@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cuengine.batch import Batch, Int32, SamplingBatch
+from cuengine.grammar import MaskRow, allowed_mask
 from cuengine.scheduler import Chunk, Step
 from cuengine.sequence import UNKNOWN_TOKEN, Sequence
 
@@ -101,6 +102,11 @@ class _Row:
     def position(self) -> int:
         return len(self.sequence.token_ids) + len(self.ahead)
 
+    @property
+    def must_go_on(self) -> bool:
+        """It may not end here: min_tokens."""
+        return self.position - self.sequence.prompt_len < self.sequence.request.params.min_tokens
+
 
 _NONE_AHEAD: array[int] = array("i")
 
@@ -138,6 +144,7 @@ def build_sampling(step: Step) -> SamplingBatch:
     _report_prompt(batch, step.chunks)
     _add_penalties(batch, rows)
     _add_biases(batch, rows)
+    batch.allowed_mask = allowed_mask([_grammar_row(row) for row in rows])
     return batch
 
 
@@ -207,10 +214,23 @@ def _add_biases(batch: SamplingBatch, rows: list[_Row]) -> None:
         request = row.sequence.request
         for token, bias in request.params.logit_bias.items():
             entries.append((i, token, bias))
-        if row.position - row.sequence.prompt_len < request.params.min_tokens:
+        # Under a grammar the mask forbids them, where it allows something else.
+        if row.sequence.matcher is None and row.must_go_on:
             entries.extend((i, token, -np.inf) for token in request.ending_ids)
     if entries:
         table: NDArray[np.float64] = np.array(entries, np.float64)
         batch.bias_rows = table[:, 0].astype(np.int32)
         batch.bias_ids = table[:, 1].astype(np.int32)
         batch.bias_values = table[:, 2].astype(np.float32)
+
+
+def _grammar_row(row: _Row) -> MaskRow | None:
+    """What is drawn under a grammar, and with what it should not end."""
+    matcher = row.sequence.matcher
+    if not row.drawn or matcher is None:
+        return None
+    request = row.sequence.request
+    forbidden = request.ending_ids if row.must_go_on else frozenset[int]()
+    if request.params.ignore_eos:
+        forbidden |= matcher.eos_ids
+    return MaskRow(matcher, forbidden, row.ahead)

@@ -7,8 +7,8 @@ Where the device works on while the host does other things, a step is scheduled 
 the tokens of the one before it are fetched. Until then they are placeholders: all that scheduling
 needs to know is that they are there, and the device takes its input from its own last output. That
 a sample has ended is seen one step late: the token that it drew meanwhile is dropped. Only tokens
-that the host must know first (penalties count them, guesses follow them) make the next step wait.
-The tokens are the same either way.
+that the host must know first (penalties count them, a grammar goes on from them, guesses follow
+them) make the next step wait. The tokens are the same either way.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from cuengine.batch_builder import build_batch, build_sampling
 from cuengine.block_pool import BlockPool
 from cuengine.config import EngineConfig
 from cuengine.errors import RequestError
+from cuengine.grammar import Grammar, GrammarCompiler
 from cuengine.outputs import FinishReason, Logprob, TokenLogprobs
 from cuengine.sampling_params import SamplingParams
 from cuengine.scheduler import Chunk, Scheduler
@@ -51,13 +52,17 @@ class Runner(Protocol):
 
 @dataclass(slots=True)
 class TokenOutput:
-    """One new token of one sample; logprobs where asked for (or needed to rank `best_of`)."""
+    """One new token of one sample; logprobs where asked for (or needed to rank `best_of`).
+
+    complete  the sample ends with it, and it belongs to the text: its grammar allows no more
+    """
 
     index: int
     token_id: int
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
+    complete: bool = False
 
 
 @dataclass(slots=True)
@@ -119,6 +124,11 @@ class Engine:
         self.runner = runner
         self.max_model_len = max_model_len
         self._limits = Limits(max_model_len, config.max_num_seqs, model.vocab_size)
+        self._grammars = (
+            None
+            if model.tokenizer is None
+            else GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
+        )
         self.pool = BlockPool(
             num_blocks, config.block_size, enable_caching=config.enable_prefix_caching
         )
@@ -152,6 +162,22 @@ class Engine:
         """max_tokens as it will be; raises RequestError for what can never be served."""
         return self._limits.check(prompt_token_ids, params)
 
+    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
+        """What add_request is to be given for a request with structured outputs; else None.
+
+        It may take long, and may be called from any thread. Raises RequestError, with the place in
+        `param`, for what cannot be followed, and where there is no tokenizer.
+        """
+        if params.structured_outputs is None:
+            return None
+        if self._grammars is None:
+            raise RequestError(
+                "structured_outputs: they need a tokenizer, and this engine runs without one "
+                "(skip_tokenizer_init)",
+                param="structured_outputs",
+            )
+        return self._grammars.compile(params.structured_outputs)
+
     def add_request(
         self,
         request_id: str,
@@ -160,14 +186,19 @@ class Engine:
         *,
         priority: int = 0,
         cache_salt: str | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         """Queue a request. Lower priority values go first.
+
+        grammar  from `compile_grammar`, which is called here where none is given
 
         Raises RequestError for one that can never be served, or whose id is in use.
         """
         max_tokens = self.check_request(prompt_token_ids, params)
         if request_id in self._requests:
             raise RequestError(f"request_id={request_id!r} is in use", param="request_id")
+        if grammar is None:
+            grammar = self.compile_grammar(params)
         ending = set(params.stop_token_ids)
         if not params.ignore_eos:
             ending |= self.model.eos_token_ids
@@ -186,6 +217,8 @@ class Engine:
         self._arrivals += 1
         self._requests[request_id] = request
         self.scheduler.add(request)
+        if grammar is not None:
+            request.sequences[0].matcher = grammar.matcher()
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its blocks at once; unknown ids are ignored."""
@@ -276,11 +309,12 @@ class Engine:
 
     def _needs_tokens(self, chunk: Chunk) -> bool:
         """What a launched chunk draws has to be known before its sequence goes on."""
-        if chunk.num_drafts or chunk.sequence.request.penalized:
+        sequence = chunk.sequence
+        if chunk.num_drafts or sequence.request.penalized or sequence.matcher is not None:
             return True
         if self._speculator is None:
             return False
-        return self._speculator.limit(chunk.sequence, self.scheduler.num_running) > 0
+        return self._speculator.limit(sequence, self.scheduler.num_running) > 0
 
     def _abandon(self, chunks: list[Chunk]) -> None:
         """A step failed: abort its requests, and trust no block that somebody might still find."""
@@ -331,7 +365,12 @@ class Engine:
         ends = (i for i, token in enumerate(tokens, 1) if token in sequence.request.ending_ids)
         tokens = tokens[: next(ends, len(tokens))]
         self.scheduler.settle(chunk, tokens)
-        return [self._place(sequence, first + i, results, row + i) for i in range(len(tokens))]
+        outputs: list[TokenOutput] = []
+        for i in range(len(tokens)):
+            outputs.append(self._place(sequence, first + i, results, row + i))
+            if outputs[-1].finish_reason is not None:  # a grammar may be complete before
+                break
+        return outputs
 
     def _new_output(self, chunk: Chunk) -> EngineOutput:
         request = chunk.sequence.request
@@ -357,10 +396,14 @@ class Engine:
         params = request.params
         if params.logprobs is not None or params.num_samples > params.n:
             output.logprobs = results.logprobs(row, params.logprobs or 0)
-        if token in request.ending_ids:
+        matcher = sequence.matcher
+        ending = None if matcher is None else matcher.consume(token)
+        if token in request.ending_ids and ending != "abort":
             output.finish_reason = "stop"
             if token not in self.model.eos_token_ids or params.ignore_eos:
                 output.stop_reason = token
+        elif matcher is not None and ending is not None:
+            output.finish_reason, output.complete = ending, matcher.complete
         elif position + 1 == sequence.max_len:
             output.finish_reason = "length"
         if output.finish_reason is not None:

@@ -140,15 +140,19 @@ class LLM:
             params = self._default_params()
         each = _one_for_each("params", params, SamplingParams, len(ids))
         priorities = _one_for_each("priority", 0 if priority is None else priority, int, len(ids))
+        grammars = []
         for prompt, one in zip(ids, each, strict=True):
             self.engine.check_request(prompt, one)
             self._processor.check_request(one)
+            grammars.append(self.engine.compile_grammar(one))
         outputs: dict[str, RequestOutput] = {}
         bar = tqdm(total=len(ids), unit="request", disable=not use_tqdm)
         try:
-            for text, prompt, one, first in zip(texts, ids, each, priorities, strict=True):
+            for text, prompt, one, first, grammar in zip(
+                texts, ids, each, priorities, grammars, strict=True
+            ):
                 request_id = str(next(self._ids))
-                self.engine.add_request(request_id, prompt, one, priority=first)
+                self.engine.add_request(request_id, prompt, one, priority=first, grammar=grammar)
                 self._processor.add_request(request_id, prompt, one)
                 outputs[request_id] = RequestOutput(request_id, text, prompt, None)
             while self.engine.has_unfinished():

@@ -178,8 +178,10 @@ class OutputProcessor:
                 delta.logprobs = [token.logprobs]
         detokenizer = sample.detokenizer
         if detokenizer is not None:
-            # The token that ends a sample is no part of its text, unless asked for.
-            if token.finish_reason != "stop" or params.include_stop_str_in_output:
+            # The token that ends a sample is no part of its text, unless asked for; the last one
+            # of a grammar is.
+            hidden = token.finish_reason == "stop" and not token.complete
+            if not hidden or params.include_stop_str_in_output:
                 delta.text = detokenizer.push(token.token_id)
             if token.finish_reason is not None and detokenizer.stop_reason is None:
                 delta.text += detokenizer.flush()

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cuengine.errors import RequestError
+from cuengine.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 100
 MAX_SAMPLES = 128
@@ -28,15 +29,18 @@ class SamplingParams:
     stop                strings that end a sample; not part of its text, unless
                         include_stop_str_in_output
     stop_token_ids      tokens that end a sample, besides the model's own end-of-sequence tokens
-    ignore_eos          go on past the model's end-of-sequence tokens
+    ignore_eos          go on past the model's end-of-sequence tokens; with structured_outputs as
+                        far as those allow
     max_tokens          None: the room left in the model's context
-    min_tokens          no end of sequence and no stop token before so many tokens
+    min_tokens          no end of sequence and no stop token before so many tokens; with
+                        structured_outputs as far as those allow
     presence_penalty, frequency_penalty   OpenAI's, over the sample's own tokens
     repetition_penalty  over prompt and sample (Keskar et al., arXiv 1909.05858, section 4.1)
     logit_bias          token id -> -100 to 100, added to its logit
     logprobs            most likely tokens to report besides the chosen one; None: nothing
     prompt_logprobs     the same for the prompt's tokens
     skip_special_tokens leave special tokens out of the text
+    structured_outputs  what the text must match; the sample ends where no more can follow
 
     Raises RequestError, with the field's name in `param`, for a bad value.
     """
@@ -61,6 +65,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -96,6 +101,12 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             _integer("logit_bias", token, 0, 2**31 - 1)
             _number("logit_bias", bias, -100, 100)
+        wanted = self.structured_outputs
+        if wanted is not None and not isinstance(wanted, StructuredOutputsParams):
+            raise RequestError(
+                f"structured_outputs={wanted!r:.80} is not a StructuredOutputsParams",
+                param="structured_outputs",
+            )
 
     @property
     def num_samples(self) -> int:

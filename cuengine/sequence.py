@@ -8,11 +8,15 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TYPE_CHECKING
 
 from cuengine.block_pool import chain_hash, root_hash
 from cuengine.block_table import BlockTable
 from cuengine.outputs import FinishReason, TokenLogprobs
 from cuengine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from cuengine.grammar import Matcher
 
 UNKNOWN_TOKEN = -1
 """Stands in `Sequence.token_ids` for a token that was drawn, but has not reached the host."""
@@ -85,6 +89,7 @@ class Sequence:
     host_blocks     where its computed tokens are while it waits swapped out; else none
     last_row        row of the last step's output that its last token came from
     width           samples this sequence stands for: all of them until it is forked, then 1
+    matcher         where it is in the request's grammar; None where there is none
     order           who goes first: lower priority value, then arrival, then index
     """
 
@@ -94,6 +99,7 @@ class Sequence:
         "host_blocks",
         "index",
         "last_row",
+        "matcher",
         "max_len",
         "num_computed",
         "num_mirrored",
@@ -120,6 +126,7 @@ class Sequence:
         self.num_mirrored: int | None = None
         self.host_blocks: list[int] = []
         self.last_row = 0
+        self.matcher: Matcher | None = None
         self.width = request.params.num_samples
         self.order = (request.priority, request.arrival, index)
         self.status = SequenceStatus.WAITING
@@ -141,6 +148,7 @@ class Sequence:
         other.width = 1
         other.status = self.status
         other.hashes = self.hashes[:]
+        other.matcher = None if self.matcher is None else self.matcher.fork()
         return other
 
     def block_hashes(self, count: int, block_size: int) -> list[bytes]:

@@ -239,7 +239,7 @@ async def test_prompt_logprobs_have_vllms_shape(serve: Serve) -> None:
          "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": "refuse"}]}, "messages"),
         ({"messages": [{"role": "user", "content": "crash"}]}, "messages"),
-        (HI | {"response_format": {"type": "json_object"}}, "response_format"),
+        (HI | {"response_format": {"type": "xml"}}, "response_format.type"),
         (HI | {"tool_choice": "required"}, "tool_choice"),
         (HI | {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
         (HI | {"functions": [{"name": "f"}]}, "functions"),

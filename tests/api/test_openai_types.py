@@ -173,9 +173,7 @@ async def test_a_response_is_read_whole_and_streamed(serve: Serve) -> None:
 async def test_an_error_has_its_parts(serve: Serve) -> None:
     async with _client(serve) as client:
         with pytest.raises(BadRequestError) as caught:
-            await client.chat.completions.create(
-                model="", messages=ASK, response_format={"type": "json_object"}
-            )
-        assert caught.value.param == "response_format"
+            await client.chat.completions.create(model="", messages=ASK, tool_choice="required")
+        assert caught.value.param == "tool_choice"
         assert caught.value.type == "invalid_request_error"
-        assert "only 'text' is" in str(caught.value)
+        assert "needs tools" in str(caught.value)

@@ -135,7 +135,8 @@ async def test_an_error_in_mid_stream_is_an_error_event(serve: Serve) -> None:
         ({"input": "crash"}, "input"),
         ({"tools": [{"type": "function", "name": "f"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
@@ -145,7 +146,7 @@ async def test_an_error_in_mid_stream_is_an_error_event(serve: Serve) -> None:
         ({"top_logprobs": 21}, "top_logprobs"),
     ],
 )  # fmt: skip
-async def test_what_is_not_plain_text_is_400_and_named(
+async def test_what_cannot_be_done_is_400_and_named(
     serve: Serve, fields: dict[str, Any], param: str
 ) -> None:
     served = await serve()

@@ -121,6 +121,8 @@ _FRAGMENTS = st.sampled_from(
     fragments=st.lists(_FRAGMENTS, max_size=12),
     data=st.data(),
 )
+@example("mistral", ["[TOOL_CALLS]", " ", "[TOOL_CALLS]"], None)
+@example("mistral", ["[TOOL_CALLS]", "\n ", '{"name": 3}'], None)
 @example("hermes", ["<tool_call>", '{"name": "weather", "arguments": {}}'], None)
 def test_however_text_is_cut_the_result_is_the_same_and_no_text_is_lost(
     style: str, fragments: list[str], data: Any
@@ -266,15 +268,15 @@ async def test_tools_that_the_template_would_not_show_are_refused(serve: Serve) 
     [
         ({"tools": []}, "tools"),
         ({"tools": None, "tool_choice": "auto"}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": None, "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "sometimes"}, "tool_choice"),
-        ({"tool_choice": {"type": "function", "function": {"name": "time"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "structured_outputs"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
     ],
 )
-async def test_what_needs_grammars_or_makes_no_sense_is_400(
-    serve: Serve, fields: dict[str, Any], param: str
-) -> None:
+async def test_what_makes_no_sense_is_400(serve: Serve, fields: dict[str, Any], param: str) -> None:
     served = await serve()
     status, error = await served.error(CHAT, ASK | fields)
     assert (status, error["param"]) == (400, param)

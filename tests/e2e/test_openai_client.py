@@ -7,10 +7,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from openai import BadRequestError, NotFoundError, OpenAI
+from pydantic import BaseModel, Field
 
 MODEL = "smollm2"
 FRANCE: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
@@ -159,10 +160,34 @@ def test_errors_carry_param_and_code(client: OpenAI) -> None:
         client.completions.create(model=MODEL, prompt="word " * 2000)
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(BadRequestError) as unsupported:
-        client.chat.completions.create(
-            model=MODEL, messages=FRANCE, response_format={"type": "json_object"}
-        )
-    assert unsupported.value.param == "response_format"
+        client.chat.completions.create(model=MODEL, messages=FRANCE, tool_choice="required")
+    assert unsupported.value.param == "tool_choice"
+
+
+class City(BaseModel):
+    """What OpenAI's client makes a JSON schema of."""
+
+    name: str = Field(max_length=20)
+    country: Literal["France", "Italy", "Spain"]
+    inhabitants: int = Field(ge=1000, le=100_000_000)
+    seasons: list[Literal["spring", "summer"]] = Field(max_length=2)
+
+
+def test_an_answer_is_parsed_into_a_class(client: OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Describe Paris in JSON."}],
+        response_format=City,
+        temperature=0,
+        max_completion_tokens=120,
+    )
+    (choice,) = answer.choices
+    assert choice.finish_reason == "stop"
+    assert isinstance(choice.message.parsed, City)
+    response = client.responses.parse(
+        model=MODEL, input="Name a city in JSON.", text_format=City, max_output_tokens=120
+    )
+    assert isinstance(response.output_parsed, City)
 
 
 def test_a_stream_that_is_closed_early_leaves_the_server_idle(client: OpenAI) -> None:

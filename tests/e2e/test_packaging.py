@@ -38,7 +38,8 @@ from cuengine import LLM, SamplingParams
 llm = LLM(sys.argv[1], skip_tokenizer_init=True, kv_cache_memory=1 << 20)
 params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
 print(len(llm.generate([{"prompt_token_ids": [5, 6, 7]}], params)[0].outputs[0].token_ids))
-print(sorted({"torch", "cupy", "numba"} & {name.split(".")[0] for name in sys.modules}))
+unwanted = {"torch", "cupy", "numba", "llguidance"}
+print(sorted(unwanted & {name.split(".")[0] for name in sys.modules}))
 """
 
 

@@ -32,6 +32,7 @@ def emulated_llm(monkeypatch: pytest.MonkeyPatch) -> EmulatedLLM:
 
     def make(folder: Path, *, runtime: dict[str, object] | None = None, **fields: object) -> LLM:
         monkeypatch.setattr(host, "EmulatedRuntime", functools.partial(original, **(runtime or {})))
-        return LLM(str(folder), device="emulated", skip_tokenizer_init=True, **fields)
+        settings = {"device": "emulated", "skip_tokenizer_init": True, **fields}
+        return LLM(str(folder), **settings)
 
     return make

@@ -27,6 +27,7 @@ API_USES = {
     "cuengine.outputs",
     "cuengine.sampling_params",
     "cuengine.stats",
+    "cuengine.structured_outputs",
 }
 
 
@@ -239,5 +240,6 @@ def test_importing_the_core_loads_no_model_server_or_compiler():
     names = ", ".join(core())
     loaded = loaded_by(f"import {names}")
     unwanted = ("cuengine.model", "cuengine.api", "aiohttp", "numba", "cupy", "tokenizers", "gguf")
+    unwanted = (*unwanted, "llguidance")
     assert not [name for name in loaded if within(name, *unwanted)]
     assert "cuengine.scheduler" in loaded

@@ -1,0 +1,457 @@
+"""Grammars: what may come next, token by token; compiling, caching, and what cannot be followed."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
+
+import cuengine.grammar as grammar_module
+from cuengine import RequestError, StructuredOutputsParams
+from cuengine.batch import UInt32
+from cuengine.grammar import (
+    CACHED_GRAMMARS,
+    Grammar,
+    GrammarCompiler,
+    MaskRow,
+    Matcher,
+    allowed_mask,
+)
+from cuengine.model.tokenizer import Tokenizer, byte_characters
+
+EOS = 260
+SPECIAL = "<|end|>"
+OTHER_SPECIAL = "<|tool|>"
+VOCAB = 264
+"""Rows of the model's logits: two more than there are tokens."""
+
+
+def byte_level() -> Tokenizer:
+    """Byte b is token b; 256 "th", 257 "the", 258 '":', 259 " a"; 260 and 261 special."""
+    letters = byte_characters()
+    merged = {"th": 256, "the": 257, '":': 258, f"{letters[32]}a": 259}
+    vocabulary = {letters[byte]: byte for byte in range(256)} | merged
+    merges = [("t", "h"), ("th", "e"), ('"', ":"), (letters[32], "a")]
+    tokenizer = FastTokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    names = (SPECIAL, OTHER_SPECIAL)
+    tokenizer.add_special_tokens([AddedToken(n, normalized=False, special=True) for n in names])
+    return Tokenizer(tokenizer)
+
+
+def sentencepiece() -> Tokenizer:
+    """<unk>; byte b is token b + 1; words, with the space that begins a text or without; </s>."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *'theé{}"', "▁", "▁t", "▁th"]
+    pieces += ["th", "the", "▁the", "</s>"]
+    merges = [("▁", "t"), ("▁t", "h"), ("t", "h"), ("th", "e"), ("▁th", "e")]
+    tokenizer = FastTokenizer(
+        models.BPE(
+            vocab={piece: i for i, piece in enumerate(pieces)},
+            merges=merges,
+            unk_token="<unk>",
+            byte_fallback=True,
+            fuse_unk=True,
+        )
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    names = ("<unk>", "</s>")
+    tokenizer.add_special_tokens([AddedToken(n, normalized=False, special=True) for n in names])
+    return Tokenizer(tokenizer)
+
+
+TOKENIZER = byte_level()
+
+
+COMPILER = GrammarCompiler(TOKENIZER, VOCAB, {EOS})
+
+
+def compiled(**fields: Any) -> Grammar:
+    return COMPILER.compile(StructuredOutputsParams(**fields))
+
+
+def tokens_in(mask: UInt32) -> set[int]:
+    bits = np.unpackbits(mask.astype("<u4").view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def allowed(matcher: Matcher, forbidden: set[int] | None = None) -> set[int]:
+    masks = allowed_mask([MaskRow(matcher, frozenset(forbidden or ()))])
+    assert masks is not None
+    assert masks.shape == (1, -(-VOCAB // 32))
+    assert masks.dtype == np.uint32
+    return tokens_in(masks[0])
+
+
+def follow(matcher: Matcher, text: str) -> str | None:
+    """Consume the text byte by byte; why it ends, if it does with the last one."""
+    ending = None
+    for byte in text.encode():
+        assert ending is None
+        assert byte in allowed(matcher)
+        ending = matcher.consume(byte)
+    return ending
+
+
+def first_text(matcher: Matcher) -> tuple[str, str | None]:
+    """The text that taking the longest allowed token at each position gives, and why it ends."""
+    data = b""
+    while True:
+        token = max(allowed(matcher), key=lambda token: (len(TOKENIZER.token_bytes(token)), -token))
+        ending = matcher.consume(token)
+        if token != EOS:
+            data += TOKENIZER.token_bytes(token)
+        if ending is not None:
+            return data.decode(), ending
+
+
+words = st.text(st.sampled_from('the a":é🎉<|>\n\\'), min_size=1, max_size=6)
+
+
+@given(choices=st.lists(words, min_size=1, max_size=4), data=st.data())
+@settings(deadline=None, max_examples=60)
+def test_a_choice_allows_just_what_goes_on_to_one_of_the_texts(
+    choices: list[str], data: st.DataObject
+) -> None:
+    """The oracle compares bytes. Where only one text is left, its own tokens may be forced."""
+    texts = [choice.encode() for choice in choices]
+    matcher = compiled(choice=choices).matcher()
+    done = b""
+    while True:
+        expected = {
+            token
+            for token in range(TOKENIZER.vocab_size)
+            if token not in TOKENIZER.special_ids
+            and any(text.startswith(done + TOKENIZER.token_bytes(token)) for text in texts)
+        } | ({EOS} if done in texts else set())
+        possible = allowed(matcher)
+        assert possible <= expected
+        assert possible == expected or len(possible) == 1
+        token = data.draw(st.sampled_from(sorted(possible)))
+        ending = matcher.consume(token)
+        if token != EOS:
+            done += TOKENIZER.token_bytes(token)
+        longer = any(text != done and text.startswith(done) for text in texts)
+        assert (ending == "stop") == (token == EOS or (done in texts and not longer))
+        assert matcher.complete == (ending == "stop" and token != EOS)
+        if ending is not None:
+            assert done in texts
+            return
+
+
+@pytest.mark.parametrize("name", [SPECIAL, OTHER_SPECIAL])
+def test_the_name_of_a_special_token_is_spelled_and_not_that_token(name: str) -> None:
+    matcher = compiled(choice=[name]).matcher()
+    assert follow(matcher, name) == "stop"
+    schema = {"const": {"a": name}}
+    matcher = compiled(json=schema, disable_any_whitespace=True).matcher()
+    assert first_text(matcher) == (f'{{"a":"{name}"}}', "stop")
+
+
+def test_a_special_token_may_be_drawn_where_a_grammar_names_it() -> None:
+    matcher = compiled(grammar=f'start: {OTHER_SPECIAL} "a"').matcher()
+    assert allowed(matcher) == {261}
+    assert matcher.consume(261) is None
+    assert allowed(matcher) == {ord("a")}
+
+
+def test_forced_text_comes_as_the_tokens_that_the_model_has_for_it() -> None:
+    matcher = compiled(regex="say the").matcher()
+    taken = []
+    for _ in range(5):
+        (token,) = allowed(matcher)
+        taken.append(token)
+        matcher.consume(token)
+    assert taken == TOKENIZER.encode("say the") == [*b"say ", 257]
+
+
+def test_sentencepiece_tokens_are_taken_for_the_text_they_add() -> None:
+    tokenizer = sentencepiece()
+    (eos,) = tokenizer.encode("</s>", add_special_tokens=False)[-1:]
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, {eos})
+    for text in ('the the{"é"}', "é th", " the"):
+        matcher = compiler.compile(StructuredOutputsParams(choice=[text])).matcher()
+        ids: list[int] = []
+        ending = None
+        while ending is None:
+            possible = allowed_mask([MaskRow(matcher)])
+            assert possible is not None
+            ids.append(
+                min(tokens_in(possible[0]), key=lambda i: (-len(tokenizer.token_bytes(i)), i))
+            )
+            ending = matcher.consume(ids[-1])
+        assert ending == "stop"
+        assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+    # Not one byte after the other: words are words.
+    assert len(ids) < len(text)
+
+
+def test_tokens_that_the_tokenizer_lacks_or_the_model_lacks_are_never_allowed() -> None:
+    matcher = compiled(regex="(?s).*").matcher()
+    assert max(allowed(matcher)) == EOS
+    small = GrammarCompiler(TOKENIZER, 200, {0})
+    masks = allowed_mask(
+        [MaskRow(small.compile(StructuredOutputsParams(regex="(?s).*")).matcher())]
+    )
+    assert masks is not None
+    # ASCII, and the bytes below 200 that begin a longer character.
+    assert tokens_in(masks[0]) == {*range(128), *range(0xC2, 200)}
+
+
+def test_a_model_with_no_end_token_ends_where_the_grammar_does() -> None:
+    compiler = GrammarCompiler(TOKENIZER, 256, ())  # a whole number of words: no room for another
+    masks = allowed_mask([None])
+    assert masks is None
+    matcher = compiler.compile(StructuredOutputsParams(regex="a{1,2}")).matcher()
+    for ending in (None, "stop"):
+        masks = allowed_mask([MaskRow(matcher)])
+        assert masks is not None
+        assert masks.shape == (1, 8)
+        assert tokens_in(masks[0]) == {ord("a")}
+        assert matcher.consume(ord("a")) == ending
+
+
+def test_forks_go_their_own_ways() -> None:
+    grammar = compiled(choice=["abc", "abd", "x"])
+    one = grammar.matcher()
+    follow(one, "ab")
+    two = one.fork()
+    assert follow(one, "c") == "stop"
+    assert allowed(two) == {ord("c"), ord("d")}
+    assert allowed(grammar.matcher()) == {ord("a"), ord("x")}
+
+
+def test_a_rollback_takes_back_the_last_tokens_and_the_end() -> None:
+    matcher = compiled(choice=["abc", "abd"]).matcher()
+    assert follow(matcher, "abc") == "stop"
+    matcher.rollback(1)
+    assert not matcher.complete
+    assert allowed(matcher) == {ord("c"), ord("d")}
+    matcher.rollback(2)
+    matcher.rollback(0)
+    assert follow(matcher, "abd") == "stop"
+
+
+@given(draft=st.text(st.sampled_from("abcx"), max_size=5))
+@settings(deadline=None, max_examples=40)
+def test_masks_along_a_draft_are_those_met_one_by_one(draft: str) -> None:
+    grammar = compiled(regex="a(b|cc)*x")
+    matcher, walker = grammar.matcher(), grammar.matcher()
+    tokens = draft.encode()
+    masks = allowed_mask([MaskRow(matcher, (), tokens[:i]) for i in range(len(tokens) + 1)])
+    assert masks is not None
+    assert masks.shape == (len(draft) + 1, -(-VOCAB // 32))
+    for i, byte in enumerate([*draft.encode(), None]):
+        possible = allowed(walker)
+        assert tokens_in(masks[i]) == possible
+        if byte is None or byte not in possible or walker.consume(byte) == "stop":
+            break
+    assert allowed(matcher) == {ord("a")}
+
+
+def test_forbidden_tokens_are_left_out_unless_there_are_no_others() -> None:
+    matcher = compiled(regex="ab?").matcher()
+    matcher.consume(ord("a"))
+    assert allowed(matcher) == {ord("b"), EOS}
+    assert allowed(matcher, {EOS}) == {ord("b")}
+    assert allowed(matcher, {EOS, ord("b")}) == {ord("b"), EOS}
+
+
+@pytest.mark.parametrize("num_rows", [3, 40])
+def test_rows_without_a_grammar_allow_all_and_others_are_as_if_alone(num_rows: int) -> None:
+    """With 40 rows they are computed on several threads."""
+    matchers = [compiled(regex=f"[{chr(97 + i % 20)}-z]").matcher() for i in range(num_rows)]
+    rows = [None if i % 3 == 1 else MaskRow(matcher) for i, matcher in enumerate(matchers)]
+    masks = allowed_mask(rows)
+    assert masks is not None
+    for i, mask in enumerate(masks):
+        if i % 3 == 1:
+            assert (mask == 0xFFFFFFFF).all()
+        else:
+            assert tokens_in(mask) == set(range(97 + i % 20, 123))
+
+
+def test_rows_of_one_matcher_have_one_mask() -> None:
+    matcher = compiled(choice=["a", "b"]).matcher()
+    masks = allowed_mask([None, MaskRow(matcher), MaskRow(matcher), MaskRow(matcher)])
+    assert masks is not None
+    assert all(tokens_in(mask) == {97, 98} for mask in masks[1:])
+
+
+def test_a_token_that_the_grammar_refuses_aborts_the_sample() -> None:
+    matcher = compiled(choice=["abc"]).matcher()
+    assert matcher.consume(ord("x")) == "abort"
+    assert matcher.consume(ord("a")) == "abort"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"json": {"type": "array", "items": {"type": "integer"}}}, "[1, 22]"),
+        ({"json": json.dumps({"enum": ["é", 2]})}, '"é"'),
+        ({"json": {"properties": {"a": {"type": "null"}}, "type": "object"}}, '{\n  "a": null\n}'),
+        ({"json_object": True}, '{"a": [{"b": -1.5e3}], "ü": "\\n"}'),
+        ({"regex": r"\d{3}-(a|b)"}, "123-b"),
+        ({"choice": ["yes", "no\n\"'\\"]}, "no\n\"'\\"),
+        ({"grammar": 'start: "a" b+\nb: /[xy]/ ";"'}, "ax;y;"),
+        ({"grammar": 'root ::= "a" b\nb ::= [0-9] "!"'}, "a7!"),
+        ({"json_object": True, "disable_any_whitespace": True}, '{"a":1}'),
+        ({"json_object": True, "whitespace_pattern": "_?"}, '{_"a":_1}'),
+    ],
+)  # fmt: skip
+def test_each_kind_takes_a_text_of_its_own(fields: dict[str, Any], text: str) -> None:
+    matcher = compiled(**fields).matcher()
+    assert follow(matcher, text) == "stop" or EOS in allowed(matcher)
+
+
+@pytest.mark.parametrize("spaces", ["  ", "\n\n", "\n" + " " * 41])
+def test_white_space_between_the_tokens_of_json_has_an_end(spaces: str) -> None:
+    matcher = compiled(json_object=True).matcher()
+    follow(matcher, "{" + spaces[:-1])
+    assert ord(spaces[-1]) not in allowed(matcher)
+
+
+ANY_DEPTH: Any = {"type": "string"}
+for _ in range(2000):
+    ANY_DEPTH = [ANY_DEPTH]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "why"),
+    [
+        ({"json": "{"}, "json", "not JSON: Expecting property name"),
+        ({"json": "[1]"}, "json", "not a JSON object"),
+        ({"json": {"type": "objec"}}, "json", "Invalid type: objec"),
+        ({"json": {"properties": {"a": {"items": {"type": 3}}}}}, "json.properties.a.items",
+         "type"),
+        ({"json": {"anyOf": [{"type": "string"}, {"pattern": "a("}]}}, "json.anyOf[1]",
+         "unclosed group"),
+        ({"json": {"properties": {"a": {"$ref": "#/$defs/b"}},
+                   "$defs": {"ok": {}, "b": {"prefixItems": [{}, {"format": "?"}]}}}},
+         "json.$defs.b.prefixItems[1]", "Unknown format: ?"),
+        ({"json": {"properties": {"a": {"$ref": "#/$defs/b"}}}}, "json.properties.a",
+         "'/$defs/b' does not exist"),
+        ({"json": {"items": {"uniqueItems": True}}}, "json.items", 'keys: ["uniqueItems"]'),
+        ({"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "json",
+         "Unsatisfiable"),
+        ({"json": {"enum": []}}, "json", "Unsatisfiable"),
+        ({"json": {"$ref": "#"}}, "json", "nothing can match it"),
+        ({"json": {"$ref": "https://example.org/x"}}, "json", "does not fetch resources"),
+        ({"json": {"enum": [float("nan")]}}, "json", "not JSON"),
+        ({"json": {"const": "\ud800"}}, "json", "not Unicode"),
+        ({"json": {"const": ANY_DEPTH}}, "json", "recursion"),
+        ({"regex": "a(b"}, "regex", "unclosed group"),
+        ({"regex": "(?=a)b"}, "regex", "look-around"),
+        ({"regex": "\udfff"}, "regex", "not Unicode"),
+        ({"choice": ["\ud800"]}, "choice", "not Unicode"),
+        ({"grammar": "start: x"}, "grammar", 'unknown name: "x"'),
+        ({"grammar": 'root ::= "a'}, "grammar", "neither Lark nor GBNF"),
+        ({"json_object": True, "whitespace_pattern": "["}, "whitespace_pattern", "regex"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_followed_is_refused_with_its_place(
+    fields: dict[str, Any], param: str, why: str
+) -> None:
+    for _ in range(2):  # an error is not cached as anything else
+        with pytest.raises(RequestError) as caught:
+            compiled(**fields)
+        assert caught.value.param == f"structured_outputs.{param}"
+        assert str(caught.value).startswith(f"structured_outputs.{param}: ")
+        assert why in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({}, "structured_outputs"),
+        ({"json_object": False}, "structured_outputs"),
+        ({"json": {}, "regex": "a"}, "structured_outputs"),
+        ({"json": 3}, "structured_outputs.json"),
+        ({"regex": b"a"}, "structured_outputs.regex"),
+        ({"grammar": ["a"]}, "structured_outputs.grammar"),
+        ({"choice": "yes"}, "structured_outputs.choice"),
+        ({"choice": []}, "structured_outputs.choice"),
+        ({"choice": ["a", ""]}, "structured_outputs.choice"),
+        ({"choice": ["a", 1]}, "structured_outputs.choice"),
+        ({"json_object": "yes"}, "structured_outputs.json_object"),
+        ({"json_object": True, "whitespace_pattern": 1}, "structured_outputs.whitespace_pattern"),
+    ],
+)
+def test_exactly_one_demand_of_the_right_type_is_needed(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        StructuredOutputsParams(**fields)
+    assert caught.value.param == param
+
+
+class Slow:
+    """Stands in for what compiles: waits to be released, and counts."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.inner = grammar_module._start
+        self.release = threading.Event()
+        self.calls = 0
+        monkeypatch.setattr(grammar_module, "_start", self)
+
+    def __call__(self, *args: Any) -> Any:
+        self.calls += 1
+        assert self.release.wait(30)
+        return self.inner(*args)
+
+
+def test_equal_demands_are_compiled_once_however_many_ask_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiler, slow = GrammarCompiler(TOKENIZER, VOCAB, {EOS}), Slow(monkeypatch)
+    with ThreadPoolExecutor(4) as threads:
+        params = [StructuredOutputsParams(json={"const": "once"}) for _ in range(4)]
+        found = [threads.submit(compiler.compile, one) for one in params]
+        other = StructuredOutputsParams(json='{"const": "once"}')  # another key
+        slow.release.set()
+        assert len({id(future.result()) for future in found}) == 1
+        assert compiler.compile(other) is not found[0].result()
+    assert slow.calls == 2
+
+
+def test_the_longest_unused_grammar_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, slow = GrammarCompiler(TOKENIZER, VOCAB, {EOS}), Slow(monkeypatch)
+    slow.release.set()
+    params = [StructuredOutputsParams(regex=f"lru{i}") for i in range(CACHED_GRAMMARS + 1)]
+    for one in params[:-1]:
+        compiler.compile(one)
+    compiler.compile(params[0])
+    compiler.compile(params[-1])
+    assert slow.calls == CACHED_GRAMMARS + 1
+    compiler.compile(params[0])
+    assert slow.calls == CACHED_GRAMMARS + 1
+    compiler.compile(params[1])
+    assert slow.calls == CACHED_GRAMMARS + 2
+
+
+def test_the_real_vocabulary_spells_a_schemas_texts(smollm2_folder: Path) -> None:
+    tokenizer = Tokenizer.from_folder(smollm2_folder)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, {2})
+    value = {"größe": ["東京", "<|im_end|>", 'say "hi"'], "🎉": -1.5}
+    matcher = compiler.compile(StructuredOutputsParams(json={"const": value})).matcher()
+    ids: list[int] = []
+    ending = None
+    while ending is None:
+        masks = allowed_mask([MaskRow(matcher)])
+        assert masks is not None
+        longest = max(tokens_in(masks[0]), key=lambda i: (len(tokenizer.token_bytes(i)), -i))
+        ids.append(longest)
+        ending = matcher.consume(longest)
+    assert json.loads(tokenizer.decode(ids)) == value
+    assert not tokenizer.special_ids & set(ids)
