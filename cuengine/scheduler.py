@@ -286,6 +286,8 @@ class Scheduler:
         """
         if self.num_running + sequence.width > self.max_num_seqs:
             return False
+        if self._prompt_is_on_its_way(sequence):
+            return False
         pool, table, request = self.pool, sequence.table, sequence.request
         length = len(sequence.token_ids)
         cached = self._cached_prefix(sequence)
@@ -314,6 +316,17 @@ class Scheduler:
         insort(self.running, sequence, key=_order)
         self.num_running += sequence.width
         return True
+
+    def _prompt_is_on_its_way(self, sequence: Sequence) -> bool:
+        """Another sample of its request is to put their prompt into the cache, after a preemption.
+
+        Who waits for that shares the prompt's blocks; admitted now, it would compute its own.
+        """
+        full_blocks = sequence.prompt_len // self.pool.block_size
+        return self.pool.enable_caching and any(
+            sample.status is SequenceStatus.RUNNING and sample.num_registered < full_blocks
+            for sample in sequence.request.sequences
+        )
 
     def _cached_prefix(self, sequence: Sequence) -> list[int]:
         """Blocks in the cache that hold the sequence's beginning; at least one token must run."""

@@ -173,6 +173,39 @@ def test_samples_of_a_request_share_the_prompt_and_copy_on_write():
     assert_whole(engine)
 
 
+@pytest.mark.parametrize("num_host_blocks", [0, 16])
+@pytest.mark.parametrize("budget", [64, 8])
+def test_preempted_samples_share_their_prompt_again_when_they_resume(
+    num_host_blocks: int, budget: int
+):
+    # "old" comes to need all twelve blocks. Afterwards there is room for both samples at once, and
+    # to their end if they share the prompt's three blocks.
+    engine, _ = make_engine(
+        num_blocks=12, max_model_len=96, budget=budget, num_host_blocks=num_host_blocks
+    )
+    prompt = list(range(24))
+    engine.add_request("old", [7] * 32, greedy(max_tokens=64))
+    engine.add_request("pair", prompt, greedy(n=2, max_tokens=32))
+    outputs = Outputs()
+    while ("old", 0) not in outputs.reasons:
+        outputs.add(engine.step())
+    samples = engine.scheduler.waiting + engine.scheduler.running
+    assert [sample.index for sample in samples] == [0, 1], "both were preempted"
+    preemptions, steps_together = engine.stats().num_preemptions, 0
+    while engine.has_unfinished():
+        outputs.add(engine.step())
+        tables = [sample.table.blocks[:3] for sample in engine.scheduler.running]
+        if len(tables) == 2:
+            steps_together += 1
+            assert tables[0] == tables[1]
+    assert steps_together > 8
+    assert engine.stats().num_preemptions == preemptions
+    for index in (0, 1):
+        expected = expected_output(prompt, greedy(max_tokens=32), index)
+        assert outputs.tokens["pair", index] == expected
+    assert_whole(engine)
+
+
 def test_the_outputs_of_all_samples_can_be_found_in_the_cache_afterwards():
     engine, _ = make_engine()
     params = greedy(n=2, max_tokens=20)
