@@ -44,6 +44,10 @@ POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "prompt lookup repeats a list of 40 names in 1.5 times fewer steps, and faster",
         ("bench/speculation.py", "--require", "1.5"),
     ),
+    "kv_memory": (
+        "at most 4 % of reserved KV memory wasted, blocks shared as the trace allows",
+        ("bench/kv_memory.py", "--check"),
+    ),
     "throughput": (
         "at least 1.6 times vLLM's CPU build and 6 times transformers, where they are installed",
         ("bench/throughput.py", "--engine", "all", "--require", "vllm=1.6", "hf=6"),

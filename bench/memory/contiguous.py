@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from slot_usage import SlotUsage
+from memory_counts import SlotUsage
 
 
 def next_power_of_two(count: int) -> int:
@@ -101,14 +101,13 @@ def replay(requests: Sequence[tuple[int, int]], reserve: Reserve, num_slots: int
             raise ValueError(f"{reserved} slots do not fit into {num_slots}")
         for sequence in running:
             sequence.cached += 1
-        for sequence in running:
-            if sequence.cached == sequence.final:
-                memory.free(sequence.start, sequence.reserved)
-        running = [sequence for sequence in running if sequence.cached < sequence.final]
-        if waiting:
-            for sequence in running:
+            if waiting:
                 usage.add_sequence(
                     cached=sequence.cached, final=sequence.final, reserved=sequence.reserved
                 )
+            if sequence.cached == sequence.final:
+                memory.free(sequence.start, sequence.reserved)
+        if waiting:
             usage.end_step()
+        running = [sequence for sequence in running if sequence.cached < sequence.final]
     return usage

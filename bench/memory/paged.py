@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
-from slot_usage import SlotUsage
+from memory_counts import BlockSharing, SlotUsage
 
 from cuengine import EngineConfig, SamplingParams
 from cuengine.batch import Batch, SamplerOutput, SamplingBatch
@@ -22,18 +22,24 @@ VOCAB_SIZE = 32000
 
 
 class MadeUpTokens:
-    """A runner that draws every token evenly: no two outputs are alike, and none ends early."""
+    """A runner that draws every token evenly: no two outputs are alike, and none ends early.
+
+    during_step  called while a step has all its blocks, and nothing of it has been given back
+    """
 
     overlaps = False
 
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
+        self.during_step: Callable[[], None] = lambda: None
 
     def range(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def run(self, batch: Batch, sampling: SamplingBatch) -> SamplerOutput:
-        rows = len(batch.logits_indices)
+    def run(self, batch: Batch, sampling: SamplingBatch) -> _Step:
+        return _Step(self, len(batch.logits_indices))
+
+    def draw(self, rows: int) -> SamplerOutput:
         none = np.empty((rows, 0))
         return SamplerOutput(
             token_ids=self._rng.integers(VOCAB_SIZE, size=rows, dtype=np.int32),
@@ -45,56 +51,39 @@ class MadeUpTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class _Step:
+    runner: MadeUpTokens
+    rows: int
+
+    def fetch(self) -> SamplerOutput:
+        self.runner.during_step()
+        return self.runner.draw(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
-    """What there is of it, and how it is cut."""
+    """What there is of it, in tokens, and how it is cut."""
 
     num_slots: int
     block_size: int
     max_model_len: int
 
-    def engine(self, seed: int) -> Engine:
-        """Nothing but memory limits what runs at once."""
+    def engine(self, runner: MadeUpTokens) -> Engine:
+        """One in which nothing but memory limits what runs at once."""
         return Engine(
             EngineConfig(block_size=self.block_size, max_num_seqs=self.num_slots),
             LoadedModel(vocab_size=VOCAB_SIZE),
-            MadeUpTokens(seed),
+            runner,
             num_blocks=self.num_slots // self.block_size,
             max_model_len=self.max_model_len,
         )
 
 
-@dataclass(slots=True)
-class BlockSharing:
-    """Blocks, averaged over steps.
-
-    saved      sum over steps of (logical - physical) / logical blocks
-    sequences  sequences that ran, times steps
-    """
-
-    steps: int = 0
-    saved: float = 0.0
-    sequences: int = 0
-
-    def add_step(self, *, logical: int, physical: int, sequences: int) -> None:
-        """logical: blocks that the sequences would hold if each had its own."""
-        self.steps += 1
-        self.saved += (logical - physical) / logical
-        self.sequences += sequences
-
-    @property
-    def mean_saved(self) -> float:
-        return self.saved / self.steps
-
-    @property
-    def mean_sequences(self) -> float:
-        return self.sequences / self.steps
-
-
 def replay_alone(requests: Sequence[tuple[int, int]], memory: Memory, seed: int) -> SlotUsage:
-    """One sample of every request; what the slots of all memory are used for."""
-    engine, usage = memory.engine(seed), SlotUsage(memory.num_slots)
+    """One sample of every request: what the slots of all memory are used for."""
+    usage = SlotUsage(memory.num_slots)
 
-    def count() -> None:
+    def count(engine: Engine) -> None:
         for sequence in engine.scheduler.running:
             usage.add_sequence(
                 cached=sequence.num_computed,
@@ -103,18 +92,18 @@ def replay_alone(requests: Sequence[tuple[int, int]], memory: Memory, seed: int)
             )
         usage.end_step()
 
-    _replay(engine, requests, 1, seed, count)
+    _replay(requests, 1, memory, seed, count)
     return usage
 
 
 def replay_samples(
-    requests: Sequence[tuple[int, int]], memory: Memory, n: int, seed: int
+    requests: Sequence[tuple[int, int]], n: int, memory: Memory, seed: int
 ) -> BlockSharing:
     """`n` samples of every request, all of the output length that the trace has."""
-    engine, sharing = memory.engine(seed), BlockSharing()
+    sharing = BlockSharing()
 
-    def count() -> None:
-        # Until its prompt is through one sequence stands for all samples.
+    def count(engine: Engine) -> None:
+        # Until its prompt is through, one sequence stands for all samples.
         running = engine.scheduler.running
         sharing.add_step(
             logical=sum(sequence.width * len(sequence.table.blocks) for sequence in running),
@@ -122,25 +111,43 @@ def replay_samples(
             sequences=engine.scheduler.num_running,
         )
 
-    _replay(engine, requests, n, seed, count)
+    _replay(requests, n, memory, seed, count)
     return sharing
 
 
+def prompts_alone(requests: Sequence[tuple[int, int]], n: int, block_size: int) -> float:
+    """Share of blocks saved where `n` samples share their prompt and nothing else.
+
+    What the lengths allow: all samples run from the first step, whose partly full block they share,
+    to the last, none is preempted, and each step puts one more token into the cache.
+    """
+    logical = shared = 0
+    for prompt, output in requests:
+        blocks = [-(-(prompt + step) // block_size) for step in range(output)]
+        logical += n * sum(blocks)
+        shared += (n - 1) * (blocks[0] + (output - 1) * (prompt // block_size))
+    return shared / logical
+
+
 def _replay(
-    engine: Engine,
     requests: Sequence[tuple[int, int]],
     n: int,
+    memory: Memory,
     seed: int,
-    count: Callable[[], None],
+    count: Callable[[Engine], None],
 ) -> None:
-    """Run all requests, and count after each step for which one waits: under load, that is."""
+    """Run all requests, and count in each step for which one waits: under load, that is.
+
+    Raises RuntimeError where a block is not free at the end.
+    """
+    runner = MadeUpTokens(seed)
+    engine = memory.engine(runner)
+    runner.during_step = lambda: count(engine) if engine.scheduler.waiting else None
     draw = random.Random(seed)
     for i, (prompt, output) in enumerate(requests):
         params = SamplingParams(n=n, max_tokens=output, ignore_eos=True)
         engine.add_request(str(i), draw.choices(range(VOCAB_SIZE), k=prompt), params)
     while engine.has_unfinished():
         engine.step()
-        if engine.scheduler.waiting:
-            count()
     if engine.pool.num_free != engine.pool.num_blocks:
         raise RuntimeError(f"{engine.pool.num_blocks - engine.pool.num_free} blocks were lost")

@@ -1,7 +1,7 @@
-"""What the slots of a KV cache are used for, summed over the steps of a run.
+"""What KV memory is used for, and how much of it is shared, summed over the steps of a run.
 
-A slot holds the keys and values of one token. Kwon et al., SOSP 2023, section 3.1 and figure 2, tell
-four uses apart; here they are counted alike for contiguous memory and for blocks.
+Counted alike for contiguous memory and for blocks. How the memory is run is in contiguous.py,
+paged.py and beams.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class SlotUsage:
-    """Slots times steps.
+    """What slots (for one token's keys and values each) are used for, times steps.
+
+    The four uses are those of Kwon et al., SOSP 2023, section 3.1 and figure 2.
 
     tokens       hold a token
     reservation  reserved for a token that their sequence is yet to come to
@@ -44,17 +46,17 @@ class SlotUsage:
         self.steps += 1
 
     @property
-    def external(self) -> int:
-        return self.num_slots * self.steps - self.reserved
-
-    @property
     def reserved(self) -> int:
         return self.tokens + self.reservation + self.internal
 
     @property
-    def waste(self) -> float:
-        """Share of the reserved slots that hold no token, averaged over time."""
-        return 1 - self.tokens / self.reserved
+    def external(self) -> int:
+        return self.num_slots * self.steps - self.reserved
+
+    @property
+    def used(self) -> float:
+        """Share of the reserved slots that hold a token, averaged over time."""
+        return self.tokens / self.reserved
 
     @property
     def mean_sequences(self) -> float:
@@ -65,3 +67,33 @@ class SlotUsage:
         whole = self.num_slots * self.steps
         uses = ("tokens", "reservation", "internal", "external")
         return {use: getattr(self, use) / whole for use in uses}
+
+
+@dataclass(slots=True)
+class BlockSharing:
+    """Blocks times steps.
+
+    logical    blocks that the sequences would hold if each had its own
+    physical   blocks that they do hold
+    sequences  sequences that ran, times steps
+    """
+
+    steps: int = 0
+    logical: int = 0
+    physical: int = 0
+    sequences: int = 0
+
+    def add_step(self, *, logical: int, physical: int, sequences: int) -> None:
+        self.steps += 1
+        self.logical += logical
+        self.physical += physical
+        self.sequences += sequences
+
+    @property
+    def saved(self) -> float:
+        """Blocks saved over blocks needed without sharing, averaged over time."""
+        return 1 - self.physical / self.logical
+
+    @property
+    def mean_sequences(self) -> float:
+        return self.sequences / self.steps
