@@ -173,6 +173,22 @@ def test_samples_of_a_request_share_the_prompt_and_copy_on_write():
     assert_whole(engine)
 
 
+def test_eight_samples_hold_under_a_sixth_of_the_prompt_blocks_of_eight_requests():
+    prompt = [3 + i % 7 for i in range(1004)]  # 125 full blocks of 8, and half of one
+
+    def prompt_blocks(requests: int, n: int) -> int:
+        engine, _ = make_engine(num_blocks=1024, max_model_len=1024, budget=2048, caching=False)
+        for i in range(requests):
+            engine.add_request(str(i), prompt, greedy(n=n, max_tokens=12))
+        while min((s.num_output for s in engine.scheduler.running), default=0) < 3:
+            engine.step()
+        assert engine.scheduler.num_running == 8
+        return len({block for s in engine.scheduler.running for block in s.table.blocks[:126]})
+
+    assert prompt_blocks(requests=8, n=1) == 8 * 126
+    assert prompt_blocks(requests=1, n=8) == 125 + 8 < 8 * 126 / 6
+
+
 @pytest.mark.parametrize("num_host_blocks", [0, 16])
 @pytest.mark.parametrize("budget", [64, 8])
 def test_preempted_samples_share_their_prompt_again_when_they_resume(
