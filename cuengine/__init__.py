@@ -18,14 +18,18 @@ if TYPE_CHECKING:
     from cuengine.errors import ModelError as ModelError
     from cuengine.errors import RequestError as RequestError
     from cuengine.llm import LLM as LLM
+    from cuengine.outputs import BeamSearchOutput as BeamSearchOutput
     from cuengine.outputs import CompletionOutput as CompletionOutput
     from cuengine.outputs import RequestDelta as RequestDelta
     from cuengine.outputs import RequestOutput as RequestOutput
+    from cuengine.sampling_params import BeamSearchParams as BeamSearchParams
     from cuengine.sampling_params import SamplingParams as SamplingParams
     from cuengine.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
 _MODULES = {
     "AsyncEngine": "async_engine",
+    "BeamSearchOutput": "outputs",
+    "BeamSearchParams": "sampling_params",
     "CompletionOutput": "outputs",
     "ConfigError": "errors",
     "CuengineError": "errors",

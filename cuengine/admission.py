@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from cuengine.errors import RequestError
-from cuengine.sampling_params import SamplingParams
+from cuengine.sampling_params import BeamSearchParams, RequestParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +23,11 @@ class Limits:
     max_num_seqs: int
     vocab_size: int
 
-    def check(self, prompt_token_ids: list[int], params: SamplingParams) -> int:
+    def check(self, prompt_token_ids: list[int], params: RequestParams) -> int:
         """max_tokens as it will be; raises RequestError for what can never be served."""
+        if isinstance(params, BeamSearchParams):
+            self._check_width("beam_width", params.beam_width)
+            params = params.sampling_params()
         room = self.max_model_len - len(prompt_token_ids)
         if not prompt_token_ids:
             raise RequestError("The prompt is empty: give it at least one token", param="prompt")
@@ -50,17 +53,19 @@ class Limits:
                 param="min_tokens",
                 code="context_length_exceeded",
             )
-        if params.num_samples > self.max_num_seqs:
-            name = "n" if params.best_of is None else "best_of"
-            raise RequestError(
-                f"{name}={params.num_samples} is more than this engine runs at once: "
-                f"ask for at most {self.max_num_seqs} (max_num_seqs)",
-                param=name,
-            )
+        self._check_width("n" if params.best_of is None else "best_of", params.num_samples)
         self._check_ids("prompt", prompt_token_ids)
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias)
         return room if params.max_tokens is None else params.max_tokens
+
+    def _check_width(self, name: str, width: int) -> None:
+        if width > self.max_num_seqs:
+            raise RequestError(
+                f"{name}={width} is more than this engine runs at once: "
+                f"ask for at most {self.max_num_seqs} (max_num_seqs)",
+                param=name,
+            )
 
     def _check_ids(self, name: str, ids: Collection[int]) -> None:
         if ids and not (min(ids) >= 0 and max(ids) < self.vocab_size):

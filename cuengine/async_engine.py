@@ -22,7 +22,7 @@ from cuengine.errors import ConfigError, CuengineError, EngineStoppedError, Requ
 from cuengine.grammar import Grammar
 from cuengine.output_processor import OutputProcessor
 from cuengine.outputs import RequestDelta, SequenceDelta, TokenLogprobs
-from cuengine.sampling_params import SamplingParams
+from cuengine.sampling_params import RequestParams
 from cuengine.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ class AsyncEngine:
     async def generate(
         self,
         prompt_token_ids: list[int],
-        params: SamplingParams,
+        params: RequestParams,
         *,
         request_id: str,
         priority: int = 0,
@@ -173,7 +173,7 @@ class AsyncEngine:
         self._fail_streams()
 
     async def _compile(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self, request_id: str, prompt_token_ids: list[int], params: RequestParams
     ) -> Grammar | None:
         """The request's grammar. While it is compiled, the engine's thread does not know of it."""
         none: list[TokenLogprobs] | None = None if params.logprobs is None else []

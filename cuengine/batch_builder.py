@@ -149,7 +149,9 @@ def build_sampling(step: Step) -> SamplingBatch:
 
 
 def _num_logprobs(sequence: Sequence) -> int:
-    params = sequence.request.params
+    params, search = sequence.request.params, sequence.request.beam_search
+    if search is not None:
+        return search.num_candidates
     if params.logprobs is not None:
         return params.logprobs
     # best_of ranks by the log-probabilities of the drawn tokens.

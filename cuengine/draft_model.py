@@ -73,6 +73,7 @@ class DraftModelProposer:
         """Passes that compute what is due, with the blocks that move in the first of them.
 
         Due is what a guess follows, what samples are about to share, and whole blocks of the rest.
+        Nothing of beams, which share blocks at any place and for which nobody guesses.
         """
         part = Step(
             swap_outs=step.swap_outs, block_copies=step.block_copies, swap_ins=step.swap_ins
@@ -81,6 +82,7 @@ class DraftModelProposer:
         for chunk in step.chunks:
             start, end = self._missing(chunk)
             due = chunk.num_drafts or chunk.num_samples > 1 or end - start >= self._block_size
+            due = due and not chunk.sequence.is_beam
             while due and start < end:
                 if room == 0:
                     yield part

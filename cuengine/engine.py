@@ -8,7 +8,8 @@ the tokens of the one before it are fetched. Until then they are placeholders: a
 needs to know is that they are there, and the device takes its input from its own last output. That
 a sample has ended is seen one step late: the token that it drew meanwhile is dropped. Only tokens
 that the host must know first (penalties count them, a grammar goes on from them, guesses follow
-them) make the next step wait. The tokens are the same either way.
+them, beam search compares what may be one) make the next step wait. The tokens are the same either
+way.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from typing import TYPE_CHECKING, Protocol
 from cuengine.admission import Limits
 from cuengine.batch import Batch, PendingOutput, SamplerOutput, SamplingBatch
 from cuengine.batch_builder import build_batch, build_sampling
+from cuengine.beam_search import BeamSearch, Candidates, Result
 from cuengine.block_pool import BlockPool
 from cuengine.config import EngineConfig
 from cuengine.errors import RequestError
 from cuengine.grammar import Grammar, GrammarCompiler
 from cuengine.outputs import FinishReason, Logprob, TokenLogprobs
-from cuengine.sampling_params import SamplingParams
+from cuengine.sampling_params import BeamSearchParams, RequestParams
 from cuengine.scheduler import Chunk, Scheduler
 from cuengine.sequence import Request, Sequence, SequenceStatus
 from cuengine.speculation import Speculator
@@ -55,6 +57,7 @@ class TokenOutput:
     """One new token of one sample; logprobs where asked for (or needed to rank `best_of`).
 
     complete  the sample ends with it, and it belongs to the text: its grammar allows no more
+    score     of a text that beam search found, with its last token
     """
 
     index: int
@@ -63,11 +66,15 @@ class TokenOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     complete: bool = False
+    score: float | None = None
 
 
 @dataclass(slots=True)
 class EngineOutput:
-    """One step's news of a request; prompt_logprobs with the first token only."""
+    """One step's news of a request; prompt_logprobs with the first token only.
+
+    What beam search found comes all at once, in the end.
+    """
 
     request_id: str
     tokens: list[TokenOutput] = field(default_factory=list)
@@ -158,17 +165,17 @@ class Engine:
 
         return load_engine(config)
 
-    def check_request(self, prompt_token_ids: list[int], params: SamplingParams) -> int:
+    def check_request(self, prompt_token_ids: list[int], params: RequestParams) -> int:
         """max_tokens as it will be; raises RequestError for what can never be served."""
         return self._limits.check(prompt_token_ids, params)
 
-    def compile_grammar(self, params: SamplingParams) -> Grammar | None:
+    def compile_grammar(self, params: RequestParams) -> Grammar | None:
         """What add_request is to be given for a request with structured outputs; else None.
 
         It may take long, and may be called from any thread. Raises RequestError, with the place in
         `param`, for what cannot be followed, and where there is no tokenizer.
         """
-        if params.structured_outputs is None:
+        if isinstance(params, BeamSearchParams) or params.structured_outputs is None:
             return None
         if self._grammars is None:
             raise RequestError(
@@ -182,7 +189,7 @@ class Engine:
         self,
         request_id: str,
         prompt_token_ids: list[int],
-        params: SamplingParams,
+        params: RequestParams,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -197,12 +204,23 @@ class Engine:
         max_tokens = self.check_request(prompt_token_ids, params)
         if request_id in self._requests:
             raise RequestError(f"request_id={request_id!r} is in use", param="request_id")
+        beams = None
+        if isinstance(params, BeamSearchParams):
+            beams, params = params, params.sampling_params()
         if grammar is None:
             grammar = self.compile_grammar(params)
         ending = set(params.stop_token_ids)
         if not params.ignore_eos:
             ending |= self.model.eos_token_ids
         seed = self._seeds.getrandbits(64) if params.seed is None else params.seed % 2**64
+        beam_search = None
+        if beams is not None:
+            beam_search = BeamSearch(
+                beams,
+                max_tokens=max_tokens,
+                ending_ids=frozenset(ending),
+                vocab_size=self.model.vocab_size,
+            )
         request = Request(
             request_id=request_id,
             prompt_token_ids=prompt_token_ids,
@@ -213,6 +231,7 @@ class Engine:
             ending_ids=frozenset(ending),
             priority=priority,
             cache_salt=cache_salt,
+            beam_search=beam_search,
         )
         self._arrivals += 1
         self._requests[request_id] = request
@@ -261,7 +280,7 @@ class Engine:
         scheduler, pool, speculator = self.scheduler, self.pool, self._speculator
         stats = EngineStats(
             num_running=scheduler.num_running,
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + len(scheduler.held),
             num_blocks=pool.num_blocks,
             num_free_blocks=pool.num_free,
             num_used_blocks=pool.num_blocks - pool.num_free,
@@ -309,8 +328,10 @@ class Engine:
 
     def _needs_tokens(self, chunk: Chunk) -> bool:
         """What a launched chunk draws has to be known before its sequence goes on."""
-        sequence = chunk.sequence
-        if chunk.num_drafts or sequence.request.penalized or sequence.matcher is not None:
+        sequence, request = chunk.sequence, chunk.sequence.request
+        if chunk.num_drafts or request.penalized or sequence.matcher is not None:
+            return True
+        if request.beam_search is not None:
             return True
         if self._speculator is None:
             return False
@@ -340,6 +361,13 @@ class Engine:
             if chunk.num_prompt_rows:
                 self._collect_prompt(chunk, results, row)
                 row += chunk.num_prompt_rows
+            if request.beam_search is not None:
+                if chunk.num_samples and chunk.sequence.status is not SequenceStatus.FINISHED:
+                    output = self._collect_beam(chunk.sequence, request.beam_search, results, row)
+                    if output is not None:
+                        outputs[request.request_id] = output
+                row += chunk.num_samples
+                continue
             # A sequence that was to draw several tokens has been forked since.
             samples = [chunk.sequence] if chunk.num_samples == 1 else request.sequences
             for sample in samples if chunk.num_samples else ():
@@ -371,6 +399,25 @@ class Engine:
             if outputs[-1].finish_reason is not None:  # a grammar may be complete before
                 break
         return outputs
+
+    def _collect_beam(
+        self, sequence: Sequence, search: BeamSearch, results: _Results, row: int
+    ) -> EngineOutput | None:
+        """Take what may follow a beam. The last to report lets all go on, or brings the results."""
+        self._generation_tokens += 1
+        candidates = results.candidates(row, search.num_candidates)
+        if not search.report(sequence.index, candidates):
+            return None
+        request = sequence.request
+        continuations = search.advance()
+        self.scheduler.advance(request, continuations)
+        if continuations:
+            return None
+        del self._requests[request.request_id]
+        output = EngineOutput(request.request_id, num_cached_tokens=request.num_cached_tokens or 0)
+        for index, result in enumerate(search.results):
+            output.tokens += _result_tokens(index, result, request)
+        return output
 
     def _new_output(self, chunk: Chunk) -> EngineOutput:
         request = chunk.sequence.request
@@ -411,6 +458,19 @@ class Engine:
         return output
 
 
+def _result_tokens(index: int, result: Result, request: Request) -> list[TokenOutput]:
+    """A text that beam search found, token by token."""
+    count = request.params.logprobs
+    tokens = [
+        TokenOutput(index, at.token_id, None if count is None else at.token_logprobs(count))
+        for at in result.hypothesis.tokens()
+    ]
+    last = tokens[-1]
+    last.finish_reason = "stop" if last.token_id in request.ending_ids else "length"
+    last.score = result.score
+    return tokens
+
+
 class _Results:
     """A SamplerOutput as Python values, converted at once: indexing arrays one by one is slow."""
 
@@ -420,6 +480,11 @@ class _Results:
         self._ranks: list[int] = sampled.ranks.tolist()
         self._top_ids: list[list[int]] = sampled.top_ids.tolist()
         self._top_logprobs: list[list[float]] = sampled.top_logprobs.tolist()
+
+    def candidates(self, row: int, count: int) -> Candidates:
+        """The row's `count` most likely tokens, best first."""
+        top = zip(self._top_ids[row][:count], self._top_logprobs[row][:count], strict=True)
+        return list(top)
 
     def logprobs(self, row: int, count: int) -> TokenLogprobs:
         """The row's token first, then its `count` most likely ones."""

@@ -15,8 +15,8 @@ from cuengine.config import EngineConfig
 from cuengine.engine import Engine
 from cuengine.errors import ConfigError, RequestError
 from cuengine.output_processor import OutputProcessor
-from cuengine.outputs import CompletionOutput, RequestDelta, RequestOutput
-from cuengine.sampling_params import SamplingParams
+from cuengine.outputs import BeamSearchOutput, CompletionOutput, RequestDelta, RequestOutput
+from cuengine.sampling_params import BeamSearchParams, RequestParams, SamplingParams
 from cuengine.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -88,14 +88,30 @@ class LLM:
 
         Raises RequestError for a prompt that can't be served, before anything runs.
         """
-        if isinstance(prompts, str | Mapping):
-            prompts = [prompts]
-        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
-        ids = [
-            self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
-            for prompt in prompts
+        texts, ids = self._tokenize(prompts)
+        if params is None:
+            params = self._default_params()
+        each = _one_for_each("params", params, SamplingParams, len(ids))
+        return self._run(texts, ids, each, use_tqdm=use_tqdm, priority=priority)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams],
+        *,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The most likely texts, in the order of the prompts; params: one for all, or one for each.
+
+        Raises RequestError for a prompt that can't be served, before anything runs.
+        """
+        texts, ids = self._tokenize(prompts)
+        each = _one_for_each("params", params, BeamSearchParams, len(ids))
+        outputs = self._run(texts, ids, each, use_tqdm=use_tqdm, priority=None)
+        return [
+            BeamSearchOutput(found.request_id, found.prompt, found.prompt_token_ids, found.outputs)
+            for found in outputs
         ]
-        return self._run(texts, ids, params, use_tqdm=use_tqdm, priority=priority)
 
     def chat(
         self,
@@ -118,7 +134,23 @@ class LLM:
             conversations = [messages]
         texts = [chat_template.render(messages, **template) for messages in conversations]
         ids = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return self._run([*texts], ids, params, use_tqdm=use_tqdm, priority=None)
+        if params is None:
+            params = self._default_params()
+        each = _one_for_each("params", params, SamplingParams, len(ids))
+        return self._run([*texts], ids, each, use_tqdm=use_tqdm, priority=None)
+
+    def _tokenize(
+        self, prompts: Prompt | Sequence[Prompt]
+    ) -> tuple[list[str | None], list[list[int]]]:
+        """Texts, where given, and token ids."""
+        if isinstance(prompts, str | Mapping):
+            prompts = [prompts]
+        texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
+        ids = [
+            self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
+            for prompt in prompts
+        ]
+        return texts, ids
 
     def _default_params(self) -> SamplingParams:
         """As the model's authors would have it, where they said so."""
@@ -131,14 +163,11 @@ class LLM:
         self,
         texts: Sequence[str | None],
         ids: list[list[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
+        each: Sequence[RequestParams],
         *,
         use_tqdm: bool,
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
-        if params is None:
-            params = self._default_params()
-        each = _one_for_each("params", params, SamplingParams, len(ids))
         priorities = _one_for_each("priority", 0 if priority is None else priority, int, len(ids))
         grammars = []
         for prompt, one in zip(ids, each, strict=True):
@@ -188,6 +217,7 @@ def append_delta(output: RequestOutput, delta: RequestDelta) -> None:
                 for token, entry in zip(news.token_ids, news.logprobs, strict=True)
             )
         sample.finish_reason, sample.stop_reason = news.finish_reason, news.stop_reason
+        sample.score = news.score
 
 
 def _token_ids(prompt: Any) -> list[int]:

@@ -13,7 +13,7 @@ from cuengine.detokenizer import Detokenizer, DetokenizerSource
 from cuengine.engine import EngineOutput, TokenOutput
 from cuengine.errors import RequestError
 from cuengine.outputs import FinishReason, RequestDelta, SequenceDelta, TokenLogprobs
-from cuengine.sampling_params import SamplingParams
+from cuengine.sampling_params import BeamSearchParams, RequestParams, SamplingParams
 
 
 class TokenText(DetokenizerSource, Protocol):
@@ -63,9 +63,9 @@ class OutputProcessor:
         self._finish_sequence = finish_sequence
         self._states: dict[str, _State] = {}
 
-    def check_request(self, params: SamplingParams) -> None:
+    def check_request(self, params: RequestParams) -> None:
         """Raises RequestError for what needs a tokenizer where there is none."""
-        if params.stop and self._tokenizer is None:
+        if isinstance(params, SamplingParams) and params.stop and self._tokenizer is None:
             raise RequestError(
                 "stop: stop strings need a tokenizer, and this engine runs without one "
                 "(skip_tokenizer_init). Use stop_token_ids.",
@@ -73,8 +73,10 @@ class OutputProcessor:
             )
 
     def add_request(
-        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
+        self, request_id: str, prompt_token_ids: list[int], params: RequestParams
     ) -> None:
+        if isinstance(params, BeamSearchParams):
+            params = params.sampling_params()
         samples = [
             _Sample(self._detokenizer(prompt_token_ids, params)) for _ in range(params.num_samples)
         ]
@@ -169,6 +171,7 @@ class OutputProcessor:
             [token.token_id],
             finish_reason=token.finish_reason,
             stop_reason=token.stop_reason,
+            score=token.score,
         )
         sample.num_tokens += 1
         if token.logprobs is not None:

@@ -37,6 +37,7 @@ class SequenceDelta:
     logprobs       one entry per new token, or None where they were not asked for
     finish_reason  set on the last delta only
     stop_reason    the stop string or stop token id that ended it; None for EOS or length
+    score          of a text that beam search found, on the last delta only
     """
 
     index: int
@@ -45,6 +46,7 @@ class SequenceDelta:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    score: float | None = None
 
 
 @dataclass(slots=True)
@@ -65,7 +67,7 @@ class RequestDelta:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One finished sample."""
+    """One finished sample; score is there where beam search found it."""
 
     index: int
     text: str
@@ -74,6 +76,7 @@ class CompletionOutput:
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    score: float | None = None
 
 
 @dataclass(slots=True)
@@ -86,3 +89,13 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None
     outputs: list[CompletionOutput] = field(default_factory=list)
     num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The texts that a beam search found, best score first."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    sequences: list[CompletionOutput]

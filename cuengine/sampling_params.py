@@ -1,13 +1,15 @@
 """How one request wants its tokens chosen and when it ends. Names, defaults and ranges are vLLM's.
 
+Drawn one by one (SamplingParams), or as the best texts of a search (BeamSearchParams).
+
 Checks that need the model (vocabulary, context length) are made on admission, in engine.py.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
 
 from cuengine.errors import RequestError
 from cuengine.structured_outputs import StructuredOutputsParams
@@ -116,6 +118,77 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+
+@dataclass(slots=True)
+class BeamSearchParams:
+    """A search for the most likely texts, as transformers' `generate(num_beams=beam_width)` does.
+
+    beam_width      texts that are followed at once
+    max_tokens      None: the room left in the model's context
+    n               results to return, best first; None: beam_width
+    length_penalty  a text's score is the sum of its tokens' log-probabilities / their number **
+                    length_penalty: above 0 it favours long texts, below 0 short ones
+    early_stopping  when to end once beam_width texts have ended. True: at once. False: when the
+                    best one that runs has a worse score already. "never": when it could not even
+                    get a better one by max_tokens
+    temperature     0: nothing is drawn here
+    ignore_eos      go on past the model's end-of-sequence tokens
+    logprobs        most likely tokens to report besides the chosen one; None: nothing
+    skip_special_tokens         leave special tokens out of the text
+    include_stop_str_in_output  leave the end-of-sequence token in the text
+
+    Raises RequestError, with the field's name in `param`, for a bad value.
+    """
+
+    beam_width: int
+    max_tokens: int | None
+    _: KW_ONLY
+    n: int | None = None
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        _integer("beam_width", self.beam_width, 1, MAX_SAMPLES)
+        if self.n is not None:
+            _integer("n", self.n, 1, self.beam_width)
+        _number("length_penalty", self.length_penalty, -10, 10)
+        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
+            raise RequestError(
+                f"early_stopping={self.early_stopping!r} is not True, False or 'never'",
+                param="early_stopping",
+            )
+        if self.temperature != 0:
+            raise RequestError(
+                f"temperature={self.temperature!r} with beam search: it draws nothing. "
+                "Leave it out, or at 0.",
+                param="temperature",
+            )
+        self.sampling_params()
+
+    @property
+    def num_results(self) -> int:
+        return self.beam_width if self.n is None else self.n
+
+    def sampling_params(self) -> SamplingParams:
+        """What the results have in common with as many samples, none of which is random."""
+        return SamplingParams(
+            n=self.num_results,
+            temperature=0,
+            max_tokens=self.max_tokens,
+            ignore_eos=self.ignore_eos,
+            logprobs=self.logprobs,
+            skip_special_tokens=self.skip_special_tokens,
+            include_stop_str_in_output=self.include_stop_str_in_output,
+        )
+
+
+RequestParams = SamplingParams | BeamSearchParams
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> None:

@@ -10,6 +10,13 @@ this order is ever preempted, so the first one always advances, and the pool hol
 sequence of full length. A preempted sequence keeps its place in the order, swapped out or not, and
 nobody overtakes the head of the waiting queue; so it resumes before any request of its priority is
 admitted that came later.
+
+A beam that has computed its tokens is parked until all beams of its search have; it can give its
+blocks to anybody, as it has nothing to do. It does so for a decode that is the last in line and
+would have to give way itself, and for the head of the queue where nobody else runs. Then it is
+held: out of the queue, not to be admitted before the search goes on. So the first runnable sequence
+advances in every step, a search has fewer beams to wait for with each one that got through, and
+needs no more than one sequence of full length at a time.
 """
 
 from __future__ import annotations
@@ -19,6 +26,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cuengine.beam_search import Continuation
 from cuengine.block_pool import BlockPool
 from cuengine.block_table import BlockTable
 from cuengine.sequence import UNKNOWN_TOKEN, Request, Sequence, SequenceStatus
@@ -66,9 +74,11 @@ class Step:
     swap_ins      (host, device) blocks, last
 
     Each list may be copied at once: no block is the target of one copy and in another. For who
-    shares a partly full block are samples of one request, neighbours in order; a step that preempts
-    the last of them has nothing left to run that comes after, and so could claim the block. A step
-    that preempts admits nobody: it has no swap_ins.
+    shares a partly full block are samples of one request, or beams with one parent, neighbours in
+    order; a step that preempts the last of them has nothing left to run that comes after, and so
+    could claim the block. (Parked beams share none: what they last wrote is in a block of their
+    own.) A step that swaps out admits nobody, but runs something: it has no swap_ins, and the
+    copies are made.
     """
 
     chunks: list[Chunk] = field(default_factory=list)
@@ -125,6 +135,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.held: list[Sequence] = []
+        """Parked beams that were preempted."""
         self.num_running = 0
         """Samples that running sequences stand for."""
         self.num_preemptions = 0
@@ -156,11 +168,13 @@ class Scheduler:
             if budget and len(sequence.token_ids) - sequence.num_computed > 1:
                 budget -= self._prefill(sequence, budget, step)
         # After a preemption the blocks are for those who run; admitting now would thrash.
-        while budget and self.waiting and self.num_preemptions == preemptions:
+        admitting = self.num_preemptions == preemptions
+        while admitting and budget and self.waiting:
             sequence = self.waiting[0]
-            if not self._admit(sequence, step):
+            if self._admit(sequence, step):
+                budget -= self._prefill(sequence, budget, step)
+            elif step.chunks or not self._hold_last():
                 break
-            budget -= self._prefill(sequence, budget, step)
         if self.drafts is not None:
             for chunk in step.chunks:
                 budget -= self._guess(chunk, budget, self.drafts)
@@ -177,7 +191,9 @@ class Scheduler:
             sequence = chunk.sequence
             sequence.num_computed = chunk.known_end
             row += chunk.num_prompt_rows
-            if chunk.num_samples:
+            if sequence.request.beam_search is not None:
+                row += chunk.num_samples
+            elif chunk.num_samples:
                 for sample in self._fork(sequence) if sequence.width > 1 else (sequence,):
                     sample.token_ids.append(UNKNOWN_TOKEN)
                     sample.last_row = row
@@ -214,9 +230,57 @@ class Scheduler:
     def forget_contents(self) -> None:
         """Use nothing again that blocks hold which no running sequence owns."""
         self.pool.forget()
-        for sequence in self.waiting:
+        for sequence in self.waiting + self.held:
             sequence.num_computed = 0
             self._release_host_blocks(sequence)
+
+    def advance(self, request: Request, continuations: list[Continuation]) -> None:
+        """Replace the beams of a request, all parked or held, by those that they go on as.
+
+        One that goes on in several ways is forked, one that does not gives its blocks back. The new
+        ones run if their parent did, as far as `max_num_seqs` allows.
+        """
+        parents = request.sequences
+        surviving = {continuation.parent for continuation in continuations}
+        for position, parent in enumerate(parents):
+            if position not in surviving:
+                self.finish(parent)
+            elif parent.status is SequenceStatus.RUNNING:
+                self._leave_running(parent)
+            else:
+                self.held.remove(parent)
+        beams: list[Sequence] = []
+        for index, continuation in enumerate(continuations):
+            beam = parents[continuation.parent]
+            if continuation.parent in surviving:
+                surviving.remove(continuation.parent)
+            else:
+                beam = self._fork_beam(beam, index)
+            beams.append(beam)
+        for index, (beam, continuation) in enumerate(zip(beams, continuations, strict=True)):
+            beam.renumber(index)
+            beam.width = 1
+            beam.token_ids.append(continuation.token_id)
+            self._enter(beam)
+        request.sequences = beams
+
+    def _fork_beam(self, beam: Sequence, index: int) -> Sequence:
+        other = beam.fork(index)
+        if self.swap_space is not None:
+            other.host_blocks = self.swap_space.share(beam.host_blocks)
+        return other
+
+    def _enter(self, beam: Sequence) -> None:
+        """Let a beam with a new token run, or wait until it can."""
+        if beam.status is SequenceStatus.RUNNING and self.num_running < self.max_num_seqs:
+            insort(self.running, beam, key=_order)
+            self.num_running += 1
+            return
+        if beam.status is SequenceStatus.RUNNING:
+            beam.table.free()
+            beam.num_computed = 0
+        beam.status = SequenceStatus.WAITING
+        insort(self.waiting, beam, key=_order)
 
     def _fork(self, sequence: Sequence) -> list[Sequence]:
         siblings = [sequence.fork(index) for index in range(1, sequence.width)]
@@ -232,6 +296,9 @@ class Scheduler:
             self._stop_running(sequence)
         elif sequence.status is SequenceStatus.WAITING:
             del self.waiting[bisect_left(self.waiting, sequence.order, key=_order)]
+            self._release_host_blocks(sequence)
+        elif sequence.status is SequenceStatus.HELD:
+            self.held.remove(sequence)
             self._release_host_blocks(sequence)
         sequence.status = SequenceStatus.FINISHED
         if self.drafts is not None:
@@ -249,7 +316,10 @@ class Scheduler:
             if any(len(other.token_ids) == other.max_len for other in self.running):
                 return 0  # Blocks come free as soon as that one's last token is here.
             # Decodes are taken in order, so the last in line has no chunk in this step yet.
-            self._preempt(self.running[-1], step)
+            last = self.running[-1]
+            if last is sequence:
+                last = next((other for other in reversed(self.running) if other.is_parked), last)
+            self._preempt(last, step)
         return 0
 
     def _prefill(self, sequence: Sequence, budget: int, step: Step) -> int:
@@ -259,13 +329,16 @@ class Scheduler:
         rows = 0
         if sequence.request.wants_prompt_logprobs:
             rows = max(0, min(end, sequence.prompt_len - 1) - start)
-        step.chunks.append(Chunk(sequence, start, end, rows, sequence.width if end == known else 0))
+        width = 1 if sequence.request.beam_search is not None else sequence.width
+        step.chunks.append(Chunk(sequence, start, end, rows, width if end == known else 0))
         return end - start
 
     def _guess(self, chunk: Chunk, budget: int, drafts: Drafts) -> int:
         """Lengthen a decode's chunk by tokens to guess, where there is room; returns how many."""
         sequence, known = chunk.sequence, chunk.end
         if chunk.num_samples != 1 or known - chunk.start != 1 or chunk.num_prompt_rows:
+            return 0
+        if sequence.request.beam_search is not None:
             return 0
         # The last token needs no guess: it is drawn after them.
         most = min(budget, sequence.max_len - known - 1)
@@ -347,12 +420,32 @@ class Scheduler:
 
         If not, it is computed again; its full blocks stay cached while they can.
         """
-        self.num_preemptions += 1
+        is_parked = sequence.is_parked
         if not self._swap_out(sequence, step):
             sequence.num_computed = 0
+        self._take_blocks(sequence, is_parked=is_parked)
+
+    def _hold_last(self) -> bool:
+        """Take the blocks of the last in line, if only parked beams run; false: others do, or none.
+
+        The step may be the head of the queue's, and have swap_ins: nothing is swapped out.
+        """
+        if not self.running or not all(sequence.is_parked for sequence in self.running):
+            return False
+        last = self.running[-1]
+        last.num_computed = 0
+        self._take_blocks(last, is_parked=True)
+        return True
+
+    def _take_blocks(self, sequence: Sequence, *, is_parked: bool) -> None:
+        self.num_preemptions += 1
         self._stop_running(sequence)
-        sequence.status = SequenceStatus.WAITING
-        insort(self.waiting, sequence, key=_order)
+        if is_parked:
+            sequence.status = SequenceStatus.HELD
+            self.held.append(sequence)
+        else:
+            sequence.status = SequenceStatus.WAITING
+            insort(self.waiting, sequence, key=_order)
 
     def _swap_out(self, sequence: Sequence, step: Step) -> bool:
         """Have the blocks with computed tokens copied to host memory, unless that costs more."""
@@ -375,6 +468,9 @@ class Scheduler:
             sequence.host_blocks = []
 
     def _stop_running(self, sequence: Sequence) -> None:
+        self._leave_running(sequence)
+        sequence.table.free()
+
+    def _leave_running(self, sequence: Sequence) -> None:
         del self.running[bisect_left(self.running, sequence.order, key=_order)]
         self.num_running -= sequence.width
-        sequence.table.free()

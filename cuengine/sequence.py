@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
+from cuengine.beam_search import BeamSearch
 from cuengine.block_pool import chain_hash, root_hash
 from cuengine.block_table import BlockTable
 from cuengine.outputs import FinishReason, TokenLogprobs
@@ -23,8 +24,11 @@ UNKNOWN_TOKEN = -1
 
 
 class SequenceStatus(Enum):
+    """HELD: a beam that lost its blocks while it waited for the others of its search."""
+
     WAITING = auto()
     RUNNING = auto()
+    HELD = auto()
     FINISHED = auto()
 
 
@@ -40,7 +44,8 @@ class Request:
                        the first, which follows nothing
     penalized          its next token depends on counts of those before, which the host keeps
     num_cached_tokens  prompt tokens found in the prefix cache; None before the first admission
-    sequences          one until the prompt is through, then one per sample
+    beam_search        decides what its sequences go on with; None: each draws its own tokens
+    sequences          one until the prompt is through, then one per sample, or per beam that runs
     """
 
     request_id: str
@@ -52,6 +57,7 @@ class Request:
     ending_ids: frozenset[int]
     priority: int = 0
     cache_salt: str | None = None
+    beam_search: BeamSearch | None = None
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     num_cached_tokens: int | None = None
     sequences: list[Sequence] = field(default_factory=list)
@@ -68,6 +74,11 @@ class Request:
         )
 
     @property
+    def width(self) -> int:
+        """Sequences that may run for it at once."""
+        return self.params.num_samples if self.beam_search is None else self.beam_search.width
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Some of the prompt's log-probabilities are still to be computed."""
         asked = self.params.prompt_logprobs is not None
@@ -79,7 +90,7 @@ class Request:
 
 
 class Sequence:
-    """One sample: prompt and output, and how much of both is in the KV cache.
+    """One sample or beam: prompt and output, and how much of both is in the KV cache.
 
     token_ids       int32, prompt then output
     max_len         tokens of prompt and output together that it may come to
@@ -88,8 +99,9 @@ class Sequence:
     num_mirrored    tokens whose keys and values a draft model has, too; None before its first step
     host_blocks     where its computed tokens are while it waits swapped out; else none
     last_row        row of the last step's output that its last token came from
-    width           samples this sequence stands for: all of them until it is forked, then 1
     matcher         where it is in the request's grammar; None where there is none
+    index           of the sample; of a beam its place in the search, which changes
+    width           sequences this one stands for: all of them until it is forked, then 1
     order           who goes first: lower priority value, then arrival, then index
     """
 
@@ -116,7 +128,7 @@ class Sequence:
 
     def __init__(self, request: Request, index: int, table: BlockTable) -> None:
         self.request = request
-        self.index = index
+        self.renumber(index)
         self.table = table
         self.prompt_len = len(request.prompt_token_ids)
         self.token_ids: array[int] = array("i", request.prompt_token_ids)
@@ -127,8 +139,7 @@ class Sequence:
         self.host_blocks: list[int] = []
         self.last_row = 0
         self.matcher: Matcher | None = None
-        self.width = request.params.num_samples
-        self.order = (request.priority, request.arrival, index)
+        self.width = request.width
         self.status = SequenceStatus.WAITING
         self.hashes: list[bytes] = []
         self.finish_reason: FinishReason | None = None
@@ -137,6 +148,21 @@ class Sequence:
     @property
     def num_output(self) -> int:
         return len(self.token_ids) - self.prompt_len
+
+    @property
+    def is_beam(self) -> bool:
+        """It goes on from the prompt as a search has chosen."""
+        return self.request.beam_search is not None and self.num_output > 0
+
+    @property
+    def is_parked(self) -> bool:
+        """A beam that has computed all its tokens; what comes next is for its search to say."""
+        return self.num_computed == len(self.token_ids)
+
+    def renumber(self, index: int) -> None:
+        """Give it another index, and with it another place in the order."""
+        self.index = index
+        self.order = (self.request.priority, self.request.arrival, index)
 
     def fork(self, index: int) -> Sequence:
         """Another sample of the same request, sharing all blocks."""

@@ -32,7 +32,7 @@ class SwapCosts:
 
 
 class SwapSpace:
-    """The host's blocks; each belongs to one sequence, or to none."""
+    """The host's blocks; each belongs to one sequence, to beams that go on from it, or to none."""
 
     def __init__(self, num_blocks: int, block_size: int, costs: SwapCosts) -> None:
         self.pool = BlockPool(num_blocks, block_size, enable_caching=False)
@@ -45,6 +45,12 @@ class SwapSpace:
 
     def claim(self, num_blocks: int) -> list[int]:
         return [self.pool.allocate() for _ in range(num_blocks)]
+
+    def share(self, blocks: list[int]) -> list[int]:
+        """One more owner for each."""
+        for block in blocks:
+            self.pool.share(block)
+        return blocks[:]
 
     def release(self, blocks: Iterable[int]) -> None:
         for block in blocks:

@@ -1,0 +1,76 @@
+"""Beam search on the golden tiny models: token ids and scores of transformers' generate."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cuengine import LLM, BeamSearchParams
+from cuengine.outputs import BeamSearchOutput
+
+TinyModel = Callable[[str], Path]
+EmulatedLLM = Callable[..., LLM]
+
+GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "beam_search.json"
+MODELS = ("gqa_default", "mqa_headdim", "llama3_rope")
+TOLERANCE = 2e-4
+"""Of a score. Where the reference's own lie closer, their order may be another."""
+
+
+@cache
+def cases() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(GOLDEN.read_text())["cases"]
+    return found
+
+
+def cases_of(model: str) -> list[dict[str, Any]]:
+    return [case for case in cases() if case["model"] == model]
+
+
+def search(llm: LLM, asked: list[dict[str, Any]]) -> list[BeamSearchOutput]:
+    outputs = llm.beam_search(
+        [{"prompt_token_ids": case["prompt_ids"]} for case in asked],
+        [
+            BeamSearchParams(
+                case["num_beams"],
+                case["max_new_tokens"],
+                length_penalty=case["length_penalty"],
+                early_stopping=case["early_stopping"],
+            )
+            for case in asked
+        ],
+    )
+    stats = llm.stats()
+    assert stats.num_free_blocks == stats.num_blocks
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    return outputs
+
+
+def assert_same(output: BeamSearchOutput, case: dict[str, Any]) -> None:
+    """Place by place the same score, within the tolerance, and the same text, unless a neighbour's
+    score is as close."""
+    expected = case["sequences"]
+    assert len(output.sequences) == len(expected)
+    for found, reference in zip(output.sequences, expected, strict=True):
+        assert found.score == pytest.approx(reference["score"], abs=TOLERANCE)
+        assert found.token_ids in [
+            other["token_ids"]
+            for other in expected
+            if abs(other["score"] - reference["score"]) <= TOLERANCE
+        ]
+    texts = {tuple(found.token_ids) for found in output.sequences}
+    assert texts == {tuple(reference["token_ids"]) for reference in expected}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_all_golden_cases_at_once(tiny_model: TinyModel, model: str):
+    asked = cases_of(model)
+    assert len(asked) == 20
+    llm = LLM(str(tiny_model(model)), device="cpu", skip_tokenizer_init=True, num_blocks=600)
+    for output, case in zip(search(llm, asked), asked, strict=True):
+        assert_same(output, case)
