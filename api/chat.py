@@ -12,6 +12,7 @@ from collections.abc import Callable
 from aiohttp import web
 
 from cuengine.api.answers import json_answer
+from cuengine.api.beams import beam_params, beams_sent_as, check_beams
 from cuengine.api.chat_answer import ChatAnswerer
 from cuengine.api.checks import check_chat, check_generation, named_as_sent, refuse
 from cuengine.api.generation import collect, run_prompts, sampling_params
@@ -27,6 +28,8 @@ from cuengine.api.structured import (
 )
 from cuengine.api.tokens import TokenNames, encode_chat, template_messages
 from cuengine.api.tool_calls import ToolCallParser
+from cuengine.sampling_params import RequestParams
+from cuengine.structured_outputs import StructuredOutputsParams
 
 
 async def create_chat_completion(
@@ -37,18 +40,13 @@ async def create_chat_completion(
     check_chat(body)
     style = _tool_call_style(body, state)
     wanted = _wanted(body, state, style)
+    check_beams(body, structured=wanted.params is not None)
     new_parser = None if style is None else _tool_call_parser(body, style)
-    newer = body.max_completion_tokens is not None
-    with named_as_sent("max_completion_tokens" if newer else None, wanted.as_sent):
-        params = sampling_params(
-            body,
-            state,
-            n=body.n,
-            max_tokens=body.max_completion_tokens if newer else body.max_tokens,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            prompt_logprobs=body.prompt_logprobs,
-            structured_outputs=wanted.params,
-        )
+    names = {"beam_width": beams_sent_as(body)}
+    if body.max_completion_tokens is not None:
+        names["max_tokens"] = "max_completion_tokens"
+    with named_as_sent(names, wanted.as_sent):
+        params = _params(body, state, wanted.params)
         if new_parser is not None:
             # What marks a call is a special token in many models, which would be left out.
             params.skip_special_tokens = False
@@ -77,8 +75,29 @@ async def create_chat_completion(
         )
         if body.stream:
             return await stream_answer(request, state, deltas, answer.chunks, answer.end)
-        results, usage = await collect(deltas, 1, params)
+        samples = 1 if body.n is None else body.n
+        results, usage = await collect(deltas, 1, samples)
         return json_answer(answer.whole(results[0], usage))
+
+
+def _params(
+    body: ChatRequest, state: ServerState, structured_outputs: StructuredOutputsParams | None
+) -> RequestParams:
+    newer = body.max_completion_tokens
+    max_tokens = body.max_tokens if newer is None else newer
+    logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    if body.use_beam_search:
+        return beam_params(body, max_tokens=max_tokens, logprobs=logprobs)
+    return sampling_params(
+        body,
+        state,
+        n=body.n,
+        max_tokens=max_tokens,
+        best_of=body.best_of,
+        logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        structured_outputs=structured_outputs,
+    )
 
 
 def _tool_call_style(body: ChatRequest, state: ServerState) -> ToolCallFormat | None:

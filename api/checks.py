@@ -5,7 +5,7 @@ Anything that this server cannot do is refused here, so that no answer pretends 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from cuengine.api.errors import ApiError
@@ -35,19 +35,20 @@ def refuse(param: str, message: str) -> ApiError:
 
 @contextmanager
 def named_as_sent(
-    max_tokens: str | None, structured: Callable[[RequestError], RequestError]
+    names: Mapping[str, str], structured: Callable[[RequestError], RequestError]
 ) -> Iterator[None]:
     """Blames the fields that the client sent.
 
-    max_tokens  what the engine calls so; None: that was its name
+    names       they, by what the engine calls them, where that differs
     structured  gives an error about structured outputs as one about the client's field
     """
     try:
         yield
     except RequestError as error:
-        if max_tokens is not None and error.param == "max_tokens":
-            message = str(error).replace("max_tokens", max_tokens, 1)
-            raise RequestError(message, param=max_tokens, code=error.code) from None
+        if error.param is not None and error.param in names:
+            name = names[error.param]
+            message = str(error).replace(error.param, name, 1)
+            raise RequestError(message, param=name, code=error.code) from None
         raise structured(error) from None
 
 
@@ -67,6 +68,12 @@ def check_generation(body: GenerationRequest, max_n: int) -> None:
         raise refuse("n", f"n={body.n} is more than this server's limit of {max_n}.")
     if body.stream_options is not None and not body.stream:
         raise refuse("stream_options", "stream_options needs stream: true.")
+    if body.stream and body.best_of is not None and body.best_of > (body.n or 1):
+        raise refuse(
+            "best_of",
+            f"best_of={body.best_of} with stream: true: the best {body.n or 1} are known only in "
+            "the end.",
+        )
     if body.prompt_logprobs is not None and body.stream:
         raise refuse("prompt_logprobs", "prompt_logprobs cannot be combined with stream: true.")
 
@@ -92,12 +99,6 @@ def check_completion(body: CompletionRequest) -> None:
             "max_tokens",
             "max_tokens=0 is allowed with echo: true only, where it scores the prompt; else ask "
             "for at least 1.",
-        )
-    if body.stream and body.best_of is not None and body.best_of > (body.n or 1):
-        raise refuse(
-            "best_of",
-            f"best_of={body.best_of} with stream: true: the best {body.n or 1} are known only in "
-            "the end.",
         )
 
 

@@ -13,6 +13,7 @@ from aiohttp import web
 from msgspec import UNSET, UnsetType
 
 from cuengine.api.answers import json_answer
+from cuengine.api.beams import beam_params, beams_sent_as, check_beams
 from cuengine.api.body import invalid_field
 from cuengine.api.checks import check_completion, check_generation, named_as_sent
 from cuengine.api.errors import ApiError
@@ -46,7 +47,7 @@ from cuengine.api.tokens import (
     need_tokenizer,
 )
 from cuengine.outputs import RequestDelta, SequenceDelta, TokenLogprobs
-from cuengine.sampling_params import SamplingParams
+from cuengine.sampling_params import RequestParams
 from cuengine.structured_outputs import StructuredOutputsParams
 
 DEFAULT_MAX_TOKENS = 16
@@ -75,11 +76,16 @@ async def create_completion(
     wanted = from_structured_outputs(
         body.structured_outputs, from_response_format(body.response_format), "response_format"
     )
-    params = _params(body, state, 1 if score_only else max_tokens, wanted.params)
-    if len(given) * params.num_samples > MAX_SEQUENCES:
+    check_beams(body, structured=wanted.params is not None)
+    sent_as = {"beam_width": beams_sent_as(body)}
+    with named_as_sent(sent_as, wanted.as_sent):
+        params = _params(body, state, 1 if score_only else max_tokens, wanted.params)
+    samples = 1 if body.n is None else body.n
+    width = samples if body.best_of is None else body.best_of
+    if len(given) * width > MAX_SEQUENCES:
         raise ApiError(
             400,
-            f"{len(given)} prompts of {params.num_samples} samples each are more than "
+            f"{len(given)} prompts of {width} samples each are more than "
             f"{MAX_SEQUENCES} sequences.",
             param="prompt",
         )
@@ -90,7 +96,7 @@ async def create_completion(
         model=model,
         body=body,
         prompts=prompts,
-        samples=params.n,
+        samples=samples,
         score_only=score_only,
         names=TokenNames(state.engine.tokenizer, as_ids=bool(body.return_tokens_as_token_ids)),
     )
@@ -102,10 +108,10 @@ async def create_completion(
         priority=body.priority,
         cache_salt=body.cache_salt,
     )
-    with named_as_sent(None, wanted.as_sent):
+    with named_as_sent(sent_as, wanted.as_sent):
         if body.stream:
             return await stream_answer(request, state, deltas, answer.chunks, answer.end)
-        results, usage = await collect(deltas, len(prompts), params)
+        results, usage = await collect(deltas, len(prompts), samples)
         return json_answer(answer.whole(results, usage))
 
 
@@ -114,7 +120,9 @@ def _params(
     state: ServerState,
     max_tokens: int,
     structured_outputs: StructuredOutputsParams | None,
-) -> SamplingParams:
+) -> RequestParams:
+    if body.use_beam_search:
+        return beam_params(body, max_tokens=max_tokens, logprobs=body.logprobs)
     prompt_logprobs = body.prompt_logprobs
     if body.echo and body.logprobs is not None:
         prompt_logprobs = max(body.logprobs, prompt_logprobs or 0)

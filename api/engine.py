@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from cuengine.api.settings import ToolCallFormat
 from cuengine.config import EngineConfig
 from cuengine.outputs import RequestDelta
-from cuengine.sampling_params import SamplingParams
+from cuengine.sampling_params import RequestParams
 
 
 class ServingTokenizer(Protocol):
@@ -113,7 +113,7 @@ class ServingEngine(Protocol):
     def generate(
         self,
         prompt_token_ids: list[int],
-        params: SamplingParams,
+        params: RequestParams,
         *,
         request_id: str,
         priority: int = 0,

@@ -22,7 +22,7 @@ from cuengine.api.protocol import (
 )
 from cuengine.api.state import ServerState
 from cuengine.outputs import FinishReason, RequestDelta, SequenceDelta, TokenLogprobs
-from cuengine.sampling_params import SamplingParams
+from cuengine.sampling_params import RequestParams, SamplingParams
 from cuengine.structured_outputs import StructuredOutputsParams
 
 T = TypeVar("T")
@@ -84,7 +84,7 @@ def _given(value: T | None, default: T) -> T:
 async def run_prompts(
     state: ServerState,
     prompts: Sequence[list[int]],
-    params: SamplingParams,
+    params: RequestParams,
     *,
     request_id: str,
     priority: int | None,
@@ -139,7 +139,7 @@ async def run_prompts(
 async def _run_one(
     state: ServerState,
     prompt: list[int],
-    params: SamplingParams,
+    params: RequestParams,
     request_id: str,
     priority: int,
     cache_salt: str | None,
@@ -234,10 +234,10 @@ class UsageCounter:
 
 
 async def collect(
-    deltas: Deltas, num_prompts: int, params: SamplingParams
+    deltas: Deltas, num_prompts: int, num_samples: int
 ) -> tuple[list[PromptResult], UsageCounter]:
     """Wait for everything. (The engine ranks `best_of`: of its samples only `n` arrive here.)"""
-    results = [PromptResult([Sample() for _ in range(params.n)]) for _ in range(num_prompts)]
+    results = [PromptResult([Sample() for _ in range(num_samples)]) for _ in range(num_prompts)]
     usage = UsageCounter()
     async with aclosing(deltas):
         async for prompt_index, delta in deltas:

@@ -26,7 +26,6 @@ REFUSED_EVERYWHERE = frozenset(
         "logits_processors",
         "repetition_detection",
         "truncate_prompt_tokens",
-        "use_beam_search",
     }
 )
 
@@ -120,6 +119,10 @@ class GenerationRequest(SamplingFields, kw_only=True):
     """What chat and plain completions have in common."""
 
     n: int | None = None
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
@@ -148,7 +151,6 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     refused: ClassVar[frozenset[str]] = REFUSED_EVERYWHERE | {"prompt_embeds", "suffix"}
 
     prompt: Annotated[Any, Meta(extra_json_schema=_PROMPT_SCHEMA)]
-    best_of: int | None = None
     echo: bool | None = None
     logprobs: int | None = None
 

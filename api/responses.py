@@ -65,7 +65,7 @@ async def create_response(
     _check_supported(body)
     wanted = from_text_format(None if body.text is None else body.text.format)
     wanted = from_structured_outputs(body.structured_outputs, wanted, "text.format")
-    with named_as_sent("max_output_tokens", wanted.as_sent):
+    with named_as_sent({"max_tokens": "max_output_tokens"}, wanted.as_sent):
         params = sampling_params(
             body,
             state,
@@ -99,7 +99,7 @@ async def create_response(
         )
         if body.stream:
             return await stream_answer(request, state, deltas, answer.chunks, answer.end)
-        results, answer.usage = await collect(deltas, 1, params)
+        results, answer.usage = await collect(deltas, 1, 1)
         answer.sample = results[0].samples[0]
         return json_answer(answer.response())
 

@@ -43,10 +43,12 @@ class ResponsesRequest(SamplingFields, kw_only=True):
 
     refused: ClassVar[frozenset[str]] = REFUSED_EVERYWHERE | {
         "background",
+        "best_of",
         "conversation",
         "previous_response_id",
         "prompt",
         "tools",
+        "use_beam_search",
     }
 
     input: str | list[InputItem]

@@ -125,7 +125,8 @@ class BeamSearch:
         self.beams = [hypothesis for _, hypothesis in beams]
         self._reports = {}
         if self._is_over():
-            self.beams = beams = []
+            self.beams = []
+            return []
         return [Continuation(parent, hypothesis.token_id) for parent, hypothesis in beams]
 
     def _best_candidates(self) -> list[tuple[int, Hypothesis]]:
@@ -177,5 +178,5 @@ class BeamSearch:
         if params.early_stopping == "never" and params.length_penalty > 0:
             length = self.max_tokens
         best = max(beam.sum_logprobs for beam in self.beams)
-        possible = best / length**params.length_penalty
+        possible: float = best / length**params.length_penalty
         return possible <= self.ended[-1].score

@@ -17,7 +17,7 @@ from cuengine.api.server import ServerSettings, run_server
 from cuengine.config import EngineConfig
 from cuengine.errors import EngineStoppedError, RequestError
 from cuengine.outputs import Logprob, RequestDelta, SequenceDelta, TokenLogprobs
-from cuengine.sampling_params import SamplingParams
+from cuengine.sampling_params import BeamSearchParams, RequestParams, SamplingParams
 from cuengine.stats import EngineStats
 
 
@@ -80,7 +80,7 @@ class Call:
 
     request_id: str
     prompt_token_ids: list[int]
-    params: SamplingParams
+    params: RequestParams
     priority: int
     cache_salt: str | None
     finished: bool = False
@@ -139,7 +139,7 @@ class FakeEngine:
     async def generate(
         self,
         prompt_token_ids: list[int],
-        params: SamplingParams,
+        params: RequestParams,
         *,
         request_id: str,
         priority: int = 0,
@@ -147,6 +147,8 @@ class FakeEngine:
     ) -> AsyncGenerator[RequestDelta, None]:
         call = Call(request_id, prompt_token_ids, params, priority, cache_salt)
         self.calls.append(call)
+        if isinstance(params, BeamSearchParams):
+            params = params.sampling_params()
         try:
             await self._news()
             if self.stopped:
@@ -167,13 +169,14 @@ class FakeEngine:
                 if self.stopped:
                     raise EngineStoppedError("the engine has stopped")
                 call.finished = step == length - 1
-                yield self._delta(call, tokens[step], first=step == 0)
+                yield self._delta(call, params, tokens[step], first=step == 0)
         finally:
             call.aborted = not call.finished
             await self._news()
 
-    def _delta(self, call: Call, token: int, *, first: bool) -> RequestDelta:
-        params = call.params
+    def _delta(
+        self, call: Call, params: SamplingParams, token: int, *, first: bool
+    ) -> RequestDelta:
         reason = None
         if call.finished:
             reason = "length" if params.max_tokens == len(self.text.encode()) else "stop"

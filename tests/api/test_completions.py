@@ -150,7 +150,7 @@ async def test_without_tokenizer_token_ids_go_in_and_out(serve: Serve) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"min_tokens": 20}, "min_tokens"),
         ({"n": 1000}, "n"),
-        ({"use_beam_search": True}, "use_beam_search"),
+        ({"guided_regex": "a*"}, "guided_regex"),
     ],
 )
 async def test_a_bad_field_is_400_and_named(
@@ -172,6 +172,6 @@ async def test_too_many_sequences_are_refused_before_they_are_tokenized(serve: S
 
 async def test_fields_that_would_change_nothing_are_not_refused(serve: Serve) -> None:
     served = await serve()
-    body = {"prompt": "a", "suffix": None, "use_beam_search": False, "guided_json": None}
+    body = {"prompt": "a", "suffix": None, "guided_regex": "", "guided_json": None}
     status, _ = await served.post(URL, body)
     assert status == 200

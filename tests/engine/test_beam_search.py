@@ -74,3 +74,16 @@ def test_all_golden_cases_at_once(tiny_model: TinyModel, model: str):
     llm = LLM(str(tiny_model(model)), device="cpu", skip_tokenizer_init=True, num_blocks=600)
     for output, case in zip(search(llm, asked), asked, strict=True):
         assert_same(output, case)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_dozen_cases_on_the_emulated_device(
+    tiny_model: TinyModel, emulated_llm: EmulatedLLM, model: str
+):
+    """Four of each model, with every width and penalty, and texts that end by themselves."""
+    asked = cases_of(model)[15:19] if model == "gqa_default" else cases_of(model)[11:15]
+    llm = emulated_llm(
+        tiny_model(model), dtype="float32", num_blocks=200, max_num_seqs=18, max_model_len=64
+    )
+    for output, case in zip(search(llm, asked), asked, strict=True):
+        assert_same(output, case)

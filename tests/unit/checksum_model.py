@@ -36,7 +36,13 @@ def checksum(tokens: list[int], seed: int, sample: int) -> int:
 
 
 def logprob(tokens: list[int], token: int) -> float:
-    return -(zlib.crc32(bytes([*tokens, token])) % 1000) / 100
+    """From -10 to 0, as float32 holds it, so that no two are likely to be equal."""
+    return float(np.float32(-zlib.crc32(bytes([*tokens, token])) / 2**32 * 10))
+
+
+def most_likely(tokens: list[int], count: int) -> list[int]:
+    ranked = sorted(range(VOCAB), key=lambda token: (-logprob(tokens, token), token))
+    return ranked[:count]
 
 
 def draw(tokens: list[int], seed: int, sample: int, forbidden: set[int]) -> int:
@@ -184,6 +190,9 @@ class ChecksumModel:
         rows = len(batch.logits_indices)
         drawn = np.empty(rows, np.int32)
         logprobs = np.full(rows, np.nan, np.float32)
+        width = max(0, int(sampling.num_logprobs.max(initial=0)))
+        contexts: dict[int, list[int]] = {}
+        top: dict[int, list[int]] = {}
         for row, index in enumerate(batch.logits_indices.tolist()):
             sequence = int(np.searchsorted(batch.query_start_loc, index, side="right")) - 1
             tokens = self.read(batch.block_tables[sequence], int(batch.positions[index]) + 1)
@@ -195,10 +204,19 @@ class ChecksumModel:
                 drawn[row] = draw(tokens, seed, sample, forbidden_tokens(sampling, row))
             if sampling.num_logprobs[row] >= 0:
                 logprobs[row] = logprob(tokens, int(drawn[row]))
-        none = np.empty((rows, 0))
-        return SamplerOutput(
-            drawn, logprobs, np.ones(rows, np.int32), none.astype(np.int32), none.astype(np.float32)
+                contexts[row] = tokens
+                top[row] = most_likely(tokens, int(sampling.num_logprobs[row]))
+        output = SamplerOutput(
+            drawn,
+            logprobs,
+            np.ones(rows, np.int32),
+            np.full((rows, width), -1, np.int32),
+            np.full((rows, width), np.nan, np.float32),
         )
+        for row, best in top.items():
+            output.top_ids[row, : len(best)] = best
+            output.top_logprobs[row, : len(best)] = [logprob(contexts[row], t) for t in best]
+        return output
 
     def read(self, table: NDArray[np.int32], length: int) -> list[int]:
         held = [
