@@ -16,15 +16,15 @@ from cuengine.outputs import BeamSearchOutput
 TinyModel = Callable[[str], Path]
 EmulatedLLM = Callable[..., LLM]
 
-GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "beam_search.json"
+GOLDEN = Path(__file__).parents[1] / "data" / "golden"
 MODELS = ("gqa_default", "mqa_headdim", "llama3_rope")
 TOLERANCE = 2e-4
 """Of a score. Where the reference's own lie closer, their order may be another."""
 
 
 @cache
-def cases() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(GOLDEN.read_text())["cases"]
+def cases(file: str = "beam_search.json") -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((GOLDEN / file).read_text())["cases"]
     return found
 
 
@@ -57,7 +57,7 @@ def assert_same(output: BeamSearchOutput, case: dict[str, Any]) -> None:
     expected = case["sequences"]
     assert len(output.sequences) == len(expected)
     for found, reference in zip(output.sequences, expected, strict=True):
-        assert found.score == pytest.approx(reference["score"], abs=TOLERANCE)
+        assert found.score == pytest.approx(reference["score"], abs=TOLERANCE, rel=1e-5)
         assert found.token_ids in [
             other["token_ids"]
             for other in expected
@@ -74,6 +74,23 @@ def test_all_golden_cases_at_once(tiny_model: TinyModel, model: str):
     llm = LLM(str(tiny_model(model)), device="cpu", skip_tokenizer_init=True, num_blocks=600)
     for output, case in zip(search(llm, asked), asked, strict=True):
         assert_same(output, case)
+
+
+@pytest.mark.parametrize("model", ["gqa_default", "yarn_rope"])
+def test_several_ways_to_end_a_text_and_every_rule_for_when_to_stop(
+    tiny_model: TinyModel, model: str
+):
+    """Up to 30 end-of-sequence tokens, negative penalties, "never", and a width of 1 (greedy)."""
+    llm = LLM(str(tiny_model(model)), device="cpu", skip_tokenizer_init=True, num_blocks=100)
+    asked = [case for case in cases("beam_search_endings.json") if case["model"] == model]
+    assert len(asked) == 24
+    for case in asked:
+        llm.engine.model.eos_token_ids = frozenset(case["eos_token_id"])
+        [output] = search(llm, [case])
+        assert_same(output, case)
+        for found in output.sequences:
+            ended = found.token_ids[-1] in case["eos_token_id"]
+            assert found.finish_reason == ("stop" if ended else "length")
 
 
 @pytest.mark.parametrize("model", MODELS)
