@@ -298,6 +298,50 @@ def test_a_search_aborted_in_the_middle_leaves_nothing_behind(steps: int):
     assert_whole(engine)
 
 
+def test_copies_of_one_step_do_not_chain_when_a_beam_gives_up_the_block_they_copy_from():
+    """So few blocks that it comes to that, if beams that share a block are not neighbours in order:
+    the model asserts that no block is the target of one copy and the source of another."""
+    prompt = [4, 8, 8, 7, 5, 6, 3, 5, 3, 1, 9, 1, 2, 9, 4, 8, 6, 8, 6]
+    engine, _ = make_engine(num_blocks=9)
+    params = BeamSearchParams(8, 11, ignore_eos=True)
+    outputs = Searches()
+    engine.add_request("r", prompt, params)
+    outputs.finish(engine)
+    assert_found(outputs, "r", prompt, params)
+    assert_whole(engine)
+
+
+def test_who_survives_a_step_that_fails_takes_nothing_from_blocks_it_was_to_fill():
+    """At some step a beam loses its blocks to another request, whose step then fails: what was to
+    be swapped out never was."""
+    params, plain = BeamSearchParams(4, 20, ignore_eos=True), greedy(max_tokens=45)
+    survivors = set()
+    for failing in range(11, 60):
+        engine, model = make_engine(
+            num_blocks=8, max_model_len=64, budget=3, num_host_blocks=50, block_cost=0.01
+        )
+        outputs = Searches()
+        engine.add_request("search", [1] * 18, params, priority=1)
+        for step in range(failing):
+            if step == 10:
+                engine.add_request("plain", [2] * 9, plain)
+            outputs.follow(engine)
+        model.fail = True
+        with pytest.raises(RuntimeError, match="out of luck"):
+            engine.step()
+        model.fail = False
+        running = [*engine.scheduler.running, *engine.scheduler.waiting, *engine.scheduler.held]
+        left = {sequence.request.request_id for sequence in running}
+        survivors |= left
+        outputs.finish(engine)
+        if "search" in left:
+            assert_found(outputs, "search", [1] * 18, params)
+        if "plain" in left:
+            assert outputs.tokens["plain", 0] == expected_output([2] * 9, plain)
+        assert_whole(engine)
+    assert survivors == {"search", "plain"}
+
+
 @pytest.mark.parametrize("late", [False, True])
 def test_a_step_that_fails_takes_its_search_along_and_the_engine_goes_on(late: bool):
     engine, model = make_engine(overlaps=late, num_blocks=8, max_model_len=64, num_host_blocks=50)
