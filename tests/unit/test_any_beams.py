@@ -153,7 +153,7 @@ def jobs(draw: st.DrawFn) -> Job:
     )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     work=st.lists(jobs(), min_size=2, max_size=6),
     num_blocks=st.integers(7, 14),
@@ -215,6 +215,7 @@ def test_one_prefill_for_all_beams_and_one_row_for_each_of_them_in_a_step():
     engine.add_request("r", [5] * 12, params)
     outputs.finish(engine)
     assert model.steps == [(12, 1)] + [(4, 4)] * 5
+    assert [len(batch.logits_indices) for batch in model.batches] == [1] + [4] * 5
     assert_found(outputs, "r", [5] * 12, params)
     assert_whole(engine)
 

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from cuengine.errors import RequestError
-from cuengine.sampling_params import SamplingParams
+from cuengine.sampling_params import BeamSearchParams, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,36 @@ def test_best_of_may_not_be_less_than_n():
     assert SamplingParams(n=2).num_samples == 2
     with pytest.raises(RequestError, match="best_of=2 is not an integer from 3 to 128"):
         SamplingParams(n=3, best_of=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("beam_width", [3, 128], [0, 129, 2.0, "4", True, None]),
+        ("max_tokens", [None, 1, 10**6], [0, -1, 1.5]),
+        ("n", [None, 1, 3], [0, 4, 1.5, True]),
+        ("length_penalty", [-10, 0, 0.5, 10], [-10.1, 11, math.nan, math.inf, "1", None]),
+        ("early_stopping", [True, False, "never"], ["always", 1, 0, None]),
+        ("temperature", [0, 0.0], [0.1, 1, -1, math.nan, None]),
+        ("logprobs", [None, 0, 100], [-1, 101, 0.5]),
+    ],
+)
+def test_beam_search_accepts_its_ranges_and_names_the_parameter_otherwise(
+    name: str, good: list[object], bad: list[object]
+):
+    common = {"beam_width": 3, "max_tokens": 8}
+    for value in good:
+        BeamSearchParams(**(common | {name: value}))  # type: ignore[arg-type]
+    for value in bad:
+        with pytest.raises(RequestError) as caught:
+            BeamSearchParams(**(common | {name: value}))  # type: ignore[arg-type]
+        assert caught.value.param == name
+        assert name in str(caught.value)
+
+
+def test_a_beam_search_returns_all_beams_unless_told_otherwise():
+    assert BeamSearchParams(4, 8).num_results == 4
+    assert BeamSearchParams(4, 8, n=2).num_results == 2
 
 
 def test_min_tokens_may_not_exceed_max_tokens():
