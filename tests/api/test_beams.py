@@ -43,7 +43,7 @@ async def test_the_best_n_of_best_of_beams_are_what_the_offline_engine_finds(
     body = {
         "prompt": ["one", "two and more"], "use_beam_search": True, "best_of": 4, "n": 2,
         "max_tokens": 12, "length_penalty": 0.5, "early_stopping": "never", "temperature": 0,
-        "seed": 7, "return_token_ids": True, "logprobs": 3,
+        "seed": 7, "return_token_ids": True, "return_tokens_as_token_ids": True, "logprobs": 3,
     }  # fmt: skip
     status, answer = await tiny.post(COMPLETIONS, body)
     assert status == 200, answer
@@ -56,9 +56,13 @@ async def test_the_best_n_of_best_of_beams_are_what_the_offline_engine_finds(
         assert choice["finish_reason"] == found.finish_reason
         logprobs = choice["logprobs"]["token_logprobs"]
         assert sum(logprobs) / len(logprobs) ** 0.5 == pytest.approx(found.score, abs=1e-4)
-        for chosen, top in zip(logprobs, choice["logprobs"]["top_logprobs"], strict=True):
-            assert chosen in top.values()
-            assert max(top.values()) >= chosen
+        names = [f"token_id:{token}" for token in found.token_ids]
+        assert choice["logprobs"]["tokens"] == names
+        for name, chosen, top in zip(
+            names, logprobs, choice["logprobs"]["top_logprobs"], strict=True
+        ):
+            assert top[name] == chosen
+            assert len(top) in (3, 4)
     assert answer["usage"]["completion_tokens"] == sum(len(f.token_ids) for f in wanted)
 
 
