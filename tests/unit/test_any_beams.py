@@ -15,8 +15,11 @@ from checksum_model import (
     BLOCK_SIZE,
     EOS,
     VOCAB,
+    ChecksumModel,
+    Guesser,
     Outputs,
     assert_whole,
+    draft_model,
     expected_output,
     greedy,
     logprob,
@@ -28,6 +31,7 @@ from hypothesis import strategies as st
 from cuengine.engine import Engine
 from cuengine.errors import RequestError
 from cuengine.sampling_params import BeamSearchParams, SamplingParams
+from cuengine.speculation import Proposer
 
 Text = tuple[int, ...]
 Found = list[tuple[Text, float]]
@@ -162,6 +166,7 @@ def jobs(draw: st.DrawFn) -> Job:
     caching=st.booleans(),
     overlaps=st.booleans(),
     num_host_blocks=st.sampled_from([0, 5, 100]),
+    guesses=st.sampled_from(["none", "none", "right and wrong", "a draft model's"]),
 )
 def test_every_search_finds_what_it_would_find_alone(
     work: list[Job],
@@ -171,10 +176,18 @@ def test_every_search_finds_what_it_would_find_alone(
     caching: bool,
     overlaps: bool,
     num_host_blocks: int,
+    guesses: str,
 ):
+    """Samples may be guessed for, beams never are; and a draft model's cache stays right."""
+    proposer: Proposer | None = None
+    if guesses == "a draft model's":
+        proposer = draft_model(ChecksumModel(), budget)
+    elif guesses != "none":
+        proposer = Guesser([3, 0, 1])
     engine, model = make_engine(
         num_blocks=num_blocks,
         max_model_len=7 * BLOCK_SIZE,
+        proposer=proposer,
         max_num_seqs=max_num_seqs,
         budget=budget,
         caching=caching,
@@ -296,6 +309,20 @@ def test_a_search_aborted_in_the_middle_leaves_nothing_behind(steps: int):
     outputs.finish(engine)
     assert not outputs.found("r")
     assert outputs.tokens["other", 0] == expected_output([7] * 9, greedy(max_tokens=50))
+    assert_whole(engine)
+
+
+def test_nobody_guesses_for_beams_nor_does_a_draft_model_follow_them_past_the_prompt():
+    draft = ChecksumModel()
+    engine, model = make_engine(proposer=draft_model(draft))
+    params = BeamSearchParams(4, 30, ignore_eos=True)
+    outputs = Searches()
+    engine.add_request("r", [5] * 12, params)
+    outputs.finish(engine)
+    assert_found(outputs, "r", [5] * 12, params)
+    assert model.steps == [(12, 1)] + [(4, 4)] * 29
+    # Besides, blocks are copied in its cache as in the other.
+    assert [tokens for tokens, _ in draft.steps if tokens] == [12]
     assert_whole(engine)
 
 
