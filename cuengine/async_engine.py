@@ -22,7 +22,7 @@ from cuengine.errors import ConfigError, CuengineError, EngineStoppedError, Requ
 from cuengine.grammar import Grammar
 from cuengine.output_processor import OutputProcessor
 from cuengine.outputs import RequestDelta, SequenceDelta, TokenLogprobs
-from cuengine.sampling_params import RequestParams
+from cuengine.sampling_params import RequestParams, SamplingParams
 from cuengine.stats import EngineStats
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ class AsyncEngine:
         finished = False
         try:
             grammar = None
-            if params.structured_outputs is not None:
+            if isinstance(params, SamplingParams) and params.structured_outputs is not None:
                 grammar = await self._compile(request_id, prompt_token_ids, params)
             if stream.empty():  # else it has been aborted, or the engine has stopped
                 self._command(add)

@@ -73,7 +73,6 @@ class DraftModelProposer:
         """Passes that compute what is due, with the blocks that move in the first of them.
 
         Due is what a guess follows, what samples are about to share, and whole blocks of the rest.
-        Nothing of beams, which share blocks at any place and for which nobody guesses.
         """
         part = Step(
             swap_outs=step.swap_outs, block_copies=step.block_copies, swap_ins=step.swap_ins
@@ -82,7 +81,6 @@ class DraftModelProposer:
         for chunk in step.chunks:
             start, end = self._missing(chunk)
             due = chunk.num_drafts or chunk.num_samples > 1 or end - start >= self._block_size
-            due = due and not chunk.sequence.is_beam
             while due and start < end:
                 if room == 0:
                     yield part
@@ -101,9 +99,12 @@ class DraftModelProposer:
     def _missing(self, chunk: Chunk) -> tuple[int, int]:
         """start, end of the known tokens that it has not computed. A guess that was wrong is one.
 
-        A sequence begins with blocks of the prefix cache: up to there nothing is missing.
+        A sequence begins with blocks of the prefix cache: up to there nothing is missing. Nor is
+        what beams have after the prompt: nobody guesses for them, and they share blocks anywhere.
         """
         sequence, end = chunk.sequence, chunk.known_end
+        if sequence.request.beam_search is not None:
+            end = min(end, sequence.prompt_len)
         mirrored = sequence.num_mirrored
         start = chunk.start if mirrored is None else min(mirrored, chunk.start)
         while end > start and sequence.token_ids[end - 1] == UNKNOWN_TOKEN:

@@ -161,6 +161,7 @@ class OutputProcessor:
                 if delta.logprobs is not None and news.logprobs is not None:
                     delta.logprobs += news.logprobs
                 delta.finish_reason, delta.stop_reason = news.finish_reason, news.stop_reason
+                delta.score = news.score
         return list(deltas.values())
 
     def _push(self, request_id: str, state: _State, token: TokenOutput) -> SequenceDelta:

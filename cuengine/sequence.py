@@ -150,11 +150,6 @@ class Sequence:
         return len(self.token_ids) - self.prompt_len
 
     @property
-    def is_beam(self) -> bool:
-        """It goes on from the prompt as a search has chosen."""
-        return self.request.beam_search is not None and self.num_output > 0
-
-    @property
     def is_parked(self) -> bool:
         """A beam that has computed all its tokens; what comes next is for its search to say."""
         return self.num_computed == len(self.token_ids)

@@ -115,6 +115,8 @@ async def test_chat_takes_best_of_for_samples_too(tiny: Served, tiny_chat_model:
         ({"stop": ["x"]}, "stop", "cannot be combined"),
         ({"stop_token_ids": [5]}, "stop_token_ids", "cannot be combined"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "cannot be combined"),
+        ({"structured_outputs": {"regex": "a*"}}, "structured_outputs", "cannot be combined"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "cannot be combined"),
         ({"early_stopping": "always"}, "early_stopping", "always"),
         ({"length_penalty": 11}, "length_penalty", "from -10 to 10"),
         ({"n": 3, "best_of": 2}, "n", "n=3 is not an integer from 1 to 2"),
@@ -152,6 +154,7 @@ async def test_values_that_change_nothing_are_taken(serve: Serve) -> None:
     body = HI | {
         "temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0, "stop": [], "seed": 1, "n": 2,
         "repetition_penalty": 1.0, "stream": False, "echo": True,
+        "response_format": {"type": "text"},
     }  # fmt: skip
     status, answer = await served.post(COMPLETIONS, body)
     assert status == 200, answer

@@ -1,4 +1,4 @@
-"""`n` and `best_of` on tiny models: the same samples among any number, ranked, sharing a prompt."""
+"""`n` and `best_of` on tiny models: the same samples among any number, and ranked."""
 
 from __future__ import annotations
 
@@ -94,35 +94,3 @@ def test_best_of_ranks_by_the_mean_and_not_by_the_sum(make: MakeLLM):
     assert by_mean[:3] != by_sum[:3]
     [best] = llm.generate(asked, params(n=3, best_of=8, **fields))
     assert ids(best.outputs) == [every.outputs[i].token_ids for i in by_mean[:3]]
-
-
-def test_eight_samples_of_1000_tokens_need_less_than_a_sixth_of_the_prompt_blocks(
-    tiny_model: TinyModel,
-):
-    """Of those that eight requests need that share nothing, once each has its own next token."""
-    folder = str(tiny_model("llama3_rope"))
-    prompt = [3 + i * i % 200 for i in range(1000)]
-
-    def prompt_blocks(requests: int, n: int) -> int:
-        llm = LLM(
-            folder, device="cpu", skip_tokenizer_init=True, num_blocks=600, max_model_len=1100,
-            enable_prefix_caching=False, max_num_batched_tokens=8000,
-        )  # fmt: skip
-        engine = llm.engine
-        for number in range(requests):
-            engine.add_request(str(number), prompt, params(n=n, seed=number, max_tokens=4))
-        held = 0
-        while engine.has_unfinished():
-            engine.step()
-            running = engine.scheduler.running
-            if len(running) == 8 and all(sequence.num_output > 1 for sequence in running):
-                size = engine.pool.block_size
-                tables = [sequence.table.blocks[: -(-1000 // size)] for sequence in running]
-                held = max(held, len({block for table in tables for block in table}))
-        assert_whole(llm)
-        return held
-
-    alone, shared = prompt_blocks(8, 1), prompt_blocks(1, 8)
-    assert alone == 8 * 63
-    assert shared == 62 + 8
-    assert shared * 6 < alone
