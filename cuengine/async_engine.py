@@ -173,7 +173,7 @@ class AsyncEngine:
         self._fail_streams()
 
     async def _compile(
-        self, request_id: str, prompt_token_ids: list[int], params: RequestParams
+        self, request_id: str, prompt_token_ids: list[int], params: SamplingParams
     ) -> Grammar | None:
         """The request's grammar. While it is compiled, the engine's thread does not know of it."""
         none: list[TokenLogprobs] | None = None if params.logprobs is None else []
