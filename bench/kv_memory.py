@@ -35,6 +35,9 @@ BLOCK_SIZE = 16
 
 SIZES = (2, 4, 6)
 
+RECORDING = BENCH / "data" / "smollm2_beams.json"
+"""What decides which beams fork; of record_beams.py."""
+
 OPT_13B_SLOTS = 15728
 """Tokens in 12 GiB at 800 KiB each: 2 * 40 layers * 5120 * 2 bytes."""
 
@@ -122,6 +125,7 @@ def main() -> None:
     )
     parser.add_argument("--trace", type=Path, default=DEFAULT_TRACE)
     parser.add_argument("--num", type=int, default=2000, help="requests, from the trace's start")
+    parser.add_argument("--num-searches", type=int, default=200, help="the same for beam search")
     parser.add_argument("--kv-slots", type=int, default=OPT_13B_SLOTS, help="KV memory, in tokens")
     parser.add_argument("--max-model-len", type=int, default=2048)
     parser.add_argument("--seed", type=int, default=0, help="draws the tokens")
@@ -145,16 +149,23 @@ def main() -> None:
     print(f"{table(uses)}\n", flush=True)
 
     memory = paged.Memory(slots, BLOCK_SIZE, arguments.max_model_len)
+    recording = paged.read_recording(RECORDING)
     sharing = []
-    for n in SIZES:
-        alone = paged.prompts_alone(requests, n, BLOCK_SIZE)
-        samples = paged.replay_samples(requests, n, memory, seed)
-        sharing.append(sharing_row("parallel", n, samples, alone))
+    for method, params, served in (
+        ("parallel", paged.parallel, requests),
+        ("beam", paged.beam, requests[: arguments.num_searches]),
+    ):
+        for size in SIZES:
+            alone = paged.prompts_alone(served, size, BLOCK_SIZE)
+            runner = paged.MadeUpTokens(recording, seed)
+            shared = paged.replay_shared(served, params(size), memory, runner)
+            sharing.append(sharing_row(method, size, shared, alone))
     print(f"{table(sharing)}\n")
 
     settings = {
         "trace": arguments.trace.name,
         "requests": len(requests),
+        "searches": len(requests[: arguments.num_searches]),
         "kv_slots": slots,
         "max_model_len": arguments.max_model_len,
     }

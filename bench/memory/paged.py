@@ -1,35 +1,66 @@
 """A trace in this engine's KV memory: the real engine, with tokens made up in place of a model's.
 
 All that decides about memory is the engine's own: admission, chunks of prompts, blocks claimed,
-shared, copied and freed, preemption. Only lengths come from the trace.
+shared, copied and freed, preemption, which beams fork and which are dropped. Only lengths come from
+the trace, and the scores of what may follow a beam from a recording (record_beams.py).
 """
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from memory_counts import BlockSharing, SlotUsage
 
-from cuengine import EngineConfig, SamplingParams
-from cuengine.batch import Batch, SamplerOutput, SamplingBatch
+from cuengine import BeamSearchParams, EngineConfig, SamplingParams
+from cuengine.batch import Batch, Float32, SamplerOutput, SamplingBatch
 from cuengine.engine import Engine, LoadedModel
+from cuengine.sampling_params import RequestParams
 
 VOCAB_SIZE = 32000
+
+NO_RECORDING = np.empty((1, 1, 0), np.float32)
+
+Params = Callable[[int], RequestParams]
+"""What a request asks for, by the length of its output."""
+
+
+def parallel(n: int) -> Params:
+    """`n` samples, all of the output length that the trace has."""
+    return lambda output: SamplingParams(n=n, max_tokens=output, ignore_eos=True)
+
+
+def beam(width: int) -> Params:
+    return lambda output: BeamSearchParams(width, output, ignore_eos=True)
+
+
+def read_recording(path: Path) -> Float32:
+    """Log-probabilities [steps, beams, candidates] from a file of record_beams.py."""
+    recorded = json.loads(path.read_text())
+    return np.array(recorded["steps"], np.float32) / recorded["scale"]
 
 
 class MadeUpTokens:
     """A runner that draws every token evenly: no two outputs are alike, and none ends early.
 
+    Likely tokens, where they are asked for, are made up as well, with recorded log-probabilities:
+    each search goes through the recording step by step, from a place that its seed says, and each
+    beam has the line of its rank. How the scores of beams drift apart over the steps decides how
+    long they live side by side; lines drawn at random would let them part and meet too often.
+
+    recording    float32 [steps, beams, candidates]: log-probabilities, best first
     during_step  called while a step has all its blocks, and nothing of it has been given back
     """
 
     overlaps = False
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, recording: Float32, seed: int) -> None:
+        self._recording = recording
         self._rng = np.random.default_rng(seed)
         self.during_step: Callable[[], None] = lambda: None
 
@@ -37,27 +68,32 @@ class MadeUpTokens:
         return nullcontext()
 
     def run(self, batch: Batch, sampling: SamplingBatch) -> _Step:
-        return _Step(self, len(batch.logits_indices))
+        return _Step(self, sampling)
 
-    def draw(self, rows: int) -> SamplerOutput:
-        none = np.empty((rows, 0))
+    def draw(self, sampling: SamplingBatch) -> SamplerOutput:
+        rows, most = len(sampling.seeds), max(0, int(sampling.num_logprobs.max(initial=0)))
+        token_ids = self._rng.integers(VOCAB_SIZE, size=rows, dtype=np.int32)
+        num_steps, num_beams, _ = self._recording.shape
+        steps = (sampling.seeds % np.uint64(num_steps)).astype(np.int64) + sampling.positions
+        beams = sampling.sample_indices % num_beams
         return SamplerOutput(
-            token_ids=self._rng.integers(VOCAB_SIZE, size=rows, dtype=np.int32),
+            token_ids=token_ids,
             logprobs=np.full(rows, np.nan, np.float32),
             ranks=np.zeros(rows, np.int32),
-            top_ids=none.astype(np.int32),
-            top_logprobs=none.astype(np.float32),
+            # One after the other, so that a row has none twice.
+            top_ids=(token_ids[:, None] + np.arange(most, dtype=np.int32)) % VOCAB_SIZE,
+            top_logprobs=self._recording[steps % num_steps, beams, :most],
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     runner: MadeUpTokens
-    rows: int
+    sampling: SamplingBatch
 
     def fetch(self) -> SamplerOutput:
         self.runner.during_step()
-        return self.runner.draw(self.rows)
+        return self.runner.draw(self.sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,18 +128,18 @@ def replay_alone(requests: Sequence[tuple[int, int]], memory: Memory, seed: int)
             )
         usage.end_step()
 
-    _replay(requests, 1, memory, seed, count)
+    _replay(requests, parallel(1), memory, MadeUpTokens(NO_RECORDING, seed), count)
     return usage
 
 
-def replay_samples(
-    requests: Sequence[tuple[int, int]], n: int, memory: Memory, seed: int
+def replay_shared(
+    requests: Sequence[tuple[int, int]], params: Params, memory: Memory, runner: MadeUpTokens
 ) -> BlockSharing:
-    """`n` samples of every request, all of the output length that the trace has."""
+    """Several samples or beams of every request: how many blocks they share."""
     sharing = BlockSharing()
 
     def count(engine: Engine) -> None:
-        # Until its prompt is through, one sequence stands for all samples.
+        # Until its prompt is through, one sequence stands for all of its request.
         running = engine.scheduler.running
         sharing.add_step(
             logical=sum(sequence.width * len(sequence.table.blocks) for sequence in running),
@@ -111,7 +147,7 @@ def replay_samples(
             sequences=engine.scheduler.num_running,
         )
 
-    _replay(requests, n, memory, seed, count)
+    _replay(requests, params, memory, runner, count)
     return sharing
 
 
@@ -131,22 +167,21 @@ def prompts_alone(requests: Sequence[tuple[int, int]], n: int, block_size: int) 
 
 def _replay(
     requests: Sequence[tuple[int, int]],
-    n: int,
+    params: Params,
     memory: Memory,
-    seed: int,
+    runner: MadeUpTokens,
     count: Callable[[Engine], None],
 ) -> None:
     """Run all requests, and count in each step for which one waits: under load, that is.
 
     Raises RuntimeError where a block is not free at the end.
     """
-    runner = MadeUpTokens(seed)
     engine = memory.engine(runner)
     runner.during_step = lambda: count(engine) if engine.scheduler.waiting else None
-    draw = random.Random(seed)
+    draw = random.Random(0)
     for i, (prompt, output) in enumerate(requests):
-        params = SamplingParams(n=n, max_tokens=output, ignore_eos=True)
-        engine.add_request(str(i), draw.choices(range(VOCAB_SIZE), k=prompt), params)
+        tokens = draw.choices(range(VOCAB_SIZE), k=prompt)
+        engine.add_request(str(i), tokens, params(output))
     while engine.has_unfinished():
         engine.step()
     if engine.pool.num_free != engine.pool.num_blocks:

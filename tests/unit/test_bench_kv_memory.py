@@ -8,7 +8,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+
+from cuengine.batch import SamplingBatch
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
@@ -116,7 +119,8 @@ def test_blocks_are_saved_as_the_engine_shares_them(paged: ModuleType) -> None:
     # Two samples with 12 to 16 tokens, in two blocks each: both are shared in the first step, and
     # from the second on only the first block. The other request needs two blocks of the four.
     requests = [(12, 5)] * 2
-    sharing = paged.replay_samples(requests, 2, paged.Memory(32, 8, 32), seed=0)
+    runner = paged.MadeUpTokens(paged.NO_RECORDING, seed=0)
+    sharing = paged.replay_shared(requests, paged.parallel(2), paged.Memory(32, 8, 32), runner)
     assert (sharing.steps, sharing.sequences) == (5, 10)
     assert (sharing.logical, sharing.physical) == (5 * 4, 2 + 4 * 3)
     assert sharing.saved == pytest.approx(0.3)
@@ -128,6 +132,40 @@ def test_prompts_alone_are_shared_by_all_samples(paged: ModuleType) -> None:
     assert paged.prompts_alone([(16, 2)], 4, 8) == (3 * 2 + 3 * 2) / (4 * 2 + 4 * 3)
     # Without one full block, only the first step shares anything.
     assert paged.prompts_alone([(7, 2), (7, 2)], 2, 8) == 2 / 8
+
+
+@pytest.mark.parametrize(
+    ("candidates", "physical"),
+    [
+        # Both beams always come from the better one: its full blocks are shared by both.
+        ([[-1.0, -1.5], [-4.0, -4.5]], 1 + 2 + 8 * 3 + 4),
+        # Each goes on by itself: after the first step nothing is shared.
+        ([[-1.0, -9.0], [-0.5, -9.0]], 1 + 2 + 8 * 4 + 6),
+    ],
+)
+def test_beams_share_what_their_recorded_scores_let_them(
+    paged: ModuleType, candidates: list[list[float]], physical: int
+) -> None:
+    # Two beams with 7, 8, ... 17 tokens in blocks of 8, while the other request waits for five of
+    # the six blocks and one to spare.
+    requests = [(7, 11), (40, 1)]
+    runner = paged.MadeUpTokens(np.array([candidates], np.float32), seed=0)
+    sharing = paged.replay_shared(requests, paged.beam(2), paged.Memory(48, 8, 48), runner)
+    assert sharing.steps == 11
+    assert sharing.logical == 2 * (1 + 1 + 8 * 2 + 3)
+    assert sharing.physical == physical
+
+
+def test_a_search_goes_through_the_recording_step_by_step(paged: ModuleType) -> None:
+    recording = np.arange(3 * 2 * 2, dtype=np.float32).reshape(3, 2, 2)
+    sampling = SamplingBatch.greedy(4)
+    sampling.num_logprobs[:] = 2
+    sampling.seeds[:] = (4, 4, 4, 3)
+    sampling.positions[:] = (0, 1, 1, 9)
+    sampling.sample_indices[:] = (0, 0, 1, 3)
+    output = paged.MadeUpTokens(recording, seed=0).draw(sampling)
+    assert output.top_logprobs.tolist() == [[4, 5], [8, 9], [10, 11], [2, 3]]
+    assert all(len(set(row)) == 2 for row in output.top_ids.tolist())
 
 
 def row(memory: str, used: float) -> dict[str, object]:
@@ -177,10 +215,8 @@ def test_a_run_prints_tables_and_json_and_draws_a_picture(
     line = json.loads(printed.splitlines()[-1])
     assert (line["requests"], line["kv_slots"], line["max_model_len"]) == (8, 256, 64)
     assert [use["memory"] for use in line["uses"]][2:4] == ["oracle", "cuengine, blocks of 8"]
-    assert [(row["method"], row["size"]) for row in line["sharing"]][:3] == [
-        ("parallel", 2),
-        ("parallel", 4),
-        ("parallel", 6),
+    assert [(row["method"], row["size"]) for row in line["sharing"]] == [
+        (method, size) for method in ("parallel", "beam") for size in (2, 4, 6)
     ]
     text = picture.read_text()
     assert "next power of two" in text
