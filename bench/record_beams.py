@@ -95,6 +95,7 @@ def main() -> None:
     requests = [pair for pair in trace if max(pair) <= LONGEST][: arguments.num]
     config = EngineConfig(
         model=arguments.model,
+        skip_tokenizer_init=True,
         max_model_len=2 * LONGEST,
         max_num_seqs=len(requests) * width,
         num_blocks=len(requests) * width * 2 * LONGEST // 16,
@@ -108,9 +109,13 @@ def main() -> None:
         engine.add_request(str(i), prompts[i], params)
     while engine.has_unfinished():
         engine.step()
+    searches = list(dict.fromkeys(seed for seed, _ in recorder.steps))
+    recorded_steps = sorted(
+        recorder.steps.items(), key=lambda it: (searches.index(it[0][0]), it[0])
+    )
     steps = [
         [[round(SCALE * logprob) for logprob in beams[rank]] for rank in range(width)]
-        for _, beams in sorted(recorder.steps.items())
+        for _, beams in recorded_steps
         if len(beams) == width
     ]
     source = f"{arguments.model}, {len(requests)} searches of width {width}, record_beams.py"

@@ -14,7 +14,8 @@ USES = {
 }
 """Label and colour of each use of memory."""
 
-METHOD_COLORS = {"parallel": "#2f6b9a", "beam": "#e3a857"}
+METHODS = {"parallel": ("parallel samples", "#2f6b9a"), "beam": ("beams", "#e3a857")}
+"""The same of each method of sharing."""
 
 
 def draw(
@@ -58,7 +59,7 @@ def draw(
 
     place = 0
     ticks: dict[int, str] = {}
-    for method, color in METHOD_COLORS.items():
+    for method, (_, color) in METHODS.items():
         rows = [row for row in sharing if row["method"] == method]
         if not rows:
             continue
@@ -74,7 +75,9 @@ def draw(
             zorder=0,
             label=None if place else "the paper, 2 to 6",
         )
-        ticks |= {at: f"{method}\n{row['size']}" for at, row in zip(places, rows, strict=True)}
+        for at, row in zip(places, rows, strict=True):
+            middle = at == places[len(rows) // 2]
+            ticks[at] = f"{row['size']}\n{METHODS[method][0]}" if middle else str(row["size"])
         place += len(rows) + 1
     right.set_xticks(list(ticks), list(ticks.values()))
     right.set(ylabel="% of blocks saved by sharing", ylim=(0, 100))
