@@ -57,6 +57,8 @@ def check_beams(body: ChatRequest | CompletionRequest, *, structured: bool) -> N
         if body.early_stopping not in (None, False):
             raise refuse("early_stopping", "early_stopping needs use_beam_search: true.")
         return
+    if body.best_of is not None and body.n is not None and body.n > body.best_of:
+        raise refuse("n", f"n={body.n} is more than best_of={body.best_of}, the beams to follow.")
     if body.stream:
         raise refuse(
             "stream", "stream: true with use_beam_search: the best texts are known only in the end."

@@ -46,12 +46,13 @@ class LLM:
     def __init__(self, model: str | None = None, **fields: Any) -> None:
         if model is not None:
             fields["model"] = model
-        try:
-            config = EngineConfig(**fields)
-        except TypeError as error:
-            known = ", ".join(EngineConfig.__dataclass_fields__)
-            raise ConfigError(f"{error}. The settings are: {known}") from error
-        self._use(Engine.from_config(config))
+        known = EngineConfig.__dataclass_fields__
+        if unknown := fields.keys() - known:
+            raise ConfigError(
+                f"{', '.join(sorted(unknown))}: there is no such setting. They are: "
+                f"{', '.join(known)}"
+            )
+        self._use(Engine.from_config(EngineConfig(**fields)))
 
     @classmethod
     def from_engine(cls, engine: Engine) -> LLM:
@@ -145,6 +146,8 @@ class LLM:
         """Texts, where given, and token ids."""
         if isinstance(prompts, str | Mapping):
             prompts = [prompts]
+        if not isinstance(prompts, Sequence):
+            raise _not_a_prompt(prompts)
         texts = [prompt if isinstance(prompt, str) else None for prompt in prompts]
         ids = [
             self.tokenizer.encode(prompt) if isinstance(prompt, str) else _token_ids(prompt)
@@ -224,12 +227,20 @@ def _token_ids(prompt: Any) -> list[int]:
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, Mapping) else None
     if isinstance(ids, Sequence) and all(isinstance(token, int) for token in ids):
         return list(ids)
-    raise RequestError(
+    raise _not_a_prompt(prompt)
+
+
+def _not_a_prompt(prompt: Any) -> RequestError:
+    return RequestError(
         f"A prompt is a string or {{'prompt_token_ids': [...]}}, not {prompt!r:.80}", param="prompt"
     )
 
 
 def _one_for_each(name: str, value: T | Sequence[T], kind: type[T], count: int) -> list[T]:
+    if not isinstance(value, kind | Sequence):
+        raise RequestError(
+            f"{name}: {kind.__name__}, or one for each prompt, not {value!r:.80}", param=name
+        )
     values = [value] * count if isinstance(value, kind) else list(cast(Sequence[T], value))
     if len(values) != count:
         raise RequestError(f"{name}: {len(values)} for {count} prompts", param=name)

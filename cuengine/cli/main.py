@@ -13,8 +13,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from cuengine.cli.arguments import LOG_LEVELS, UsageError, build_parser
-from cuengine.cli.log import log_to_stderr
 from cuengine.errors import CuengineError
 
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
@@ -24,6 +22,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command in `argv` (default: the process's arguments); returns its exit code."""
     _open_standard_streams()
     try:
+        # In here, so that Ctrl-C is quiet from the first moment on.
+        from cuengine.cli.arguments import build_parser
+
         args = build_parser().parse_args(argv)
         _set_up_logging(args)
         command = importlib.import_module(f"cuengine.cli.{args.command}")
@@ -33,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("CUENGINE_DEBUG") == "1":
             raise
         print(f"cuengine: {' '.join(str(error).split())}", file=sys.stderr)
+        from cuengine.cli.arguments import UsageError
+
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         return 130
@@ -65,6 +68,9 @@ def _discard_output() -> None:
 
 def _set_up_logging(args: argparse.Namespace) -> None:
     """By flag, else by $CUENGINE_LOG, else what fits the command."""
+    from cuengine.cli.arguments import LOG_LEVELS, UsageError
+    from cuengine.cli.log import log_to_stderr
+
     level = args.log_level or os.environ.get("CUENGINE_LOG", "").lower()
     if not level:
         level = "info" if args.command == "serve" else "warning"

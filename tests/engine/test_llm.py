@@ -6,7 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from cuengine import LLM, ConfigError, EngineConfig, RequestError, SamplingParams
+from cuengine import (
+    LLM,
+    BeamSearchParams,
+    ConfigError,
+    EngineConfig,
+    RequestError,
+    SamplingParams,
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +49,10 @@ def test_a_bad_prompt_is_refused_before_anything_runs(llm: LLM):
         llm.generate([7], greedy())  # type: ignore[list-item]
     with pytest.raises(RequestError, match="A prompt is a string or"):
         llm.generate({"prompt_token_ids": "12"}, greedy())  # type: ignore[typeddict-item]
+    with pytest.raises(RequestError, match="A prompt is a string or"):
+        llm.generate(None, greedy())  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="params: SamplingParams, or one for each prompt, not"):
+        llm.generate("x", BeamSearchParams(2, 4))  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="params: 2 for 1 prompts"):
         llm.generate("x", [greedy(), greedy()])
     assert not llm.engine.has_unfinished()
@@ -118,6 +129,6 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only(tiny_chat_model: Path)
 
 
 def test_unknown_settings_are_named_with_those_there_are():
-    with pytest.raises(ConfigError, match=r"'max_seqs'.*max_num_seqs"):
+    with pytest.raises(ConfigError, match=r"max_seqs: there is no .*max_num_seqs"):
         LLM("x", max_seqs=3)
     assert EngineConfig().max_num_seqs > 0
