@@ -64,8 +64,9 @@ def check_sampling(body: SamplingFields) -> None:
 def check_generation(body: GenerationRequest, max_n: int) -> None:
     """What chat and plain completions have in common. Raises ApiError 400."""
     check_sampling(body)
-    if body.n is not None and body.n > max_n:
-        raise refuse("n", f"n={body.n} is more than this server's limit of {max_n}.")
+    for name, value in (("n", body.n), ("best_of", body.best_of)):
+        if value is not None and value > max_n:
+            raise refuse(name, f"{name}={value} is more than this server's limit of {max_n}.")
     if body.stream_options is not None and not body.stream:
         raise refuse("stream_options", "stream_options needs stream: true.")
     if body.stream and body.best_of is not None and body.best_of > (body.n or 1):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 import msgspec
@@ -101,9 +101,13 @@ class EventStream:
                 return
         elif now - self._last_write >= self._settings.keepalive_seconds * 0.99:
             # A comment is far smaller than the buffer, so this task ends at once.
-            self._comment = self._loop.create_task(self._response.write(_COMMENT))
+            self._comment = self._loop.create_task(self._write_comment())
             self._last_write = now
         self._start_timer()
+
+    async def _write_comment(self) -> None:
+        with suppress(ConnectionError):  # the client has gone, which the next delta will find, too
+            await self._response.write(_COMMENT)
 
     def _drop(self) -> None:
         protocol = self._request.protocol

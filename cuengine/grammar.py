@@ -17,6 +17,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
+from decimal import Decimal
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -42,6 +43,11 @@ _PARALLEL_ROWS = 4
 """Masks from which on threads are worth their waking."""
 _NO_DETAILS = "<non-verbose/>"
 """What llguidance puts where it would describe its own state."""
+MAX_DEMAND_BYTES = 256 * 1024
+MAX_MULTIPLE = 10_000
+"""Of `multipleOf`, counted in its last decimal. As many states take their square in time."""
+_STACK_BYTES = 512 << 20
+"""llguidance goes as deep as the references of a demand. Only what is used takes memory."""
 _MAX_BLAMED = 200
 """Schemas to compile in search of the one that is wrong."""
 
@@ -335,6 +341,16 @@ class GrammarCompiler:
         return future.result()
 
     def _compile(self, params: StructuredOutputsParams) -> Grammar:
+        size = len(params.key().encode())
+        if size > MAX_DEMAND_BYTES:
+            raise bad_field(
+                params.kind, f"it has {size} bytes, and at most {MAX_DEMAND_BYTES} can be compiled"
+            )
+        if params.kind == "json":
+            _check_schema(_schema(params))
+        return _on_a_deep_stack(lambda: self._compile_here(params))
+
+    def _compile_here(self, params: StructuredOutputsParams) -> Grammar:
         with self._vocabulary_lock:
             vocabulary = self._vocabulary = self._vocabulary or self._make_vocabulary()
         start, problem = _start(vocabulary, _source(params))
@@ -357,8 +373,59 @@ def _start(vocabulary: Vocabulary, source: str) -> tuple[Matcher, str]:
         if not inner.is_error():
             useful = inner.is_accepting() or (mask & ~vocabulary.bits(vocabulary.eos_ids)).any()
             return start, "" if useful else "nothing can match it"
-    error = inner.get_error().removesuffix(_NO_DETAILS).strip()
+    # Behind the first line a panic shows its backtrace.
+    error = inner.get_error().removesuffix(_NO_DETAILS).strip().partition("\n<backtrace>")[0]
     return start, "nothing can match it" if error == "NoExtensionBias" else error
+
+
+_stack_lock = threading.Lock()
+
+
+def _on_a_deep_stack(work: Callable[[], Grammar]) -> Grammar:
+    """work(), on a thread that does not overflow where the caller's might."""
+    done: Future[Grammar] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    with _stack_lock:  # the size is one setting for all threads
+        before = threading.stack_size(_STACK_BYTES)
+        try:
+            threading.Thread(target=run, name="cuengine-grammar", daemon=True).start()
+        finally:
+            threading.stack_size(before)
+    return done.result()
+
+
+def _check_schema(schema: dict[str, Any]) -> None:
+    """Raises RequestError for what llguidance would take for ever over, or let pass."""
+    todo: list[tuple[str, Any]] = [("json", schema)]
+    while todo:
+        place, part = todo.pop()
+        if not isinstance(part, dict):
+            continue
+        if "x-guidance" in part:
+            raise bad_field(f"{place}.x-guidance", "the server's options are not the client's")
+        multiple = part.get("multipleOf")
+        if isinstance(multiple, int | float) and _states(multiple) > MAX_MULTIPLE:
+            raise bad_field(
+                f"{place}.multipleOf",
+                f"{multiple} has more than {MAX_MULTIPLE} in its last decimal place",
+            )
+        todo += [(f"{place}.{name}", sub) for name, sub in _parts(part)]
+
+
+def _states(multiple: float) -> int:
+    """What a check for multiples of it has to keep apart."""
+    _, digits, exponent = Decimal(repr(multiple)).normalize().as_tuple()
+    if not isinstance(exponent, int) or abs(exponent) > 20:
+        return MAX_MULTIPLE + 1
+    number = int("".join(map(str, digits)))
+    states: int = max(number * 10 ** max(0, exponent), 10 ** max(0, -exponent))
+    return states
 
 
 def _source(params: StructuredOutputsParams) -> str:
@@ -394,7 +461,9 @@ def _schema(params: StructuredOutputsParams) -> dict[str, Any]:
 def _json_source(params: StructuredOutputsParams, schema: dict[str, Any]) -> str:
     from llguidance import LLMatcher
 
-    options: JsonCompileOptions = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+    options: JsonCompileOptions = {"whitespace_pattern": WHITESPACE}
+    if params.whitespace_pattern is not None:
+        options = {"whitespace_pattern": params.whitespace_pattern}
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}
     try:

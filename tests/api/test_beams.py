@@ -120,7 +120,7 @@ async def test_chat_takes_best_of_for_samples_too(tiny: Served, tiny_chat_model:
         ({"early_stopping": "always"}, "early_stopping", "always"),
         ({"length_penalty": 11}, "length_penalty", "from -10 to 10"),
         ({"n": 3, "best_of": 2}, "n", "n=3 is more than best_of=2"),
-        ({"best_of": 129}, "best_of", "best_of=129 is not an integer from 1 to 128"),
+        ({"best_of": 129}, "best_of", "best_of=129 is more than this server's limit of 128"),
         ({"use_beam_search": False, "length_penalty": 2}, "length_penalty", "needs use_beam_sear"),
         ({"use_beam_search": False, "early_stopping": True}, "early_stopping", "needs use_beam_s"),
         ({"use_beam_search": False, "best_of": 2, "stream": True}, "best_of", "only in the end"),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -455,3 +458,73 @@ def test_the_real_vocabulary_spells_a_schemas_texts(smollm2_folder: Path) -> Non
         ending = matcher.consume(longest)
     assert json.loads(tokenizer.decode(ids)) == value
     assert not tokenizer.special_ids & set(ids)
+
+
+def chain(length: int, link: Callable[[str], Any]) -> dict[str, Any]:
+    """A schema that refers to a schema that refers to a schema ..."""
+    defs: dict[str, Any] = {f"d{i}": link(f"#/$defs/d{i + 1}") for i in range(length)}
+    return {"$defs": defs | {f"d{length}": {"type": "string"}}, "$ref": "#/$defs/d0"}
+
+
+RULES = "start: r0\n" + "".join(f'r{i}: "a" r{i + 1}\n' for i in range(9000)) + 'r9000: "z"'
+
+
+@pytest.mark.parametrize(
+    "demand",
+    [
+        {"json": chain(3000, lambda to: {"type": "object", "properties": {"a": {"$ref": to}}})},
+        {"json": chain(6000, lambda to: {"$ref": to})},
+        {"grammar": RULES},
+        {"grammar": "start: " + " ".join(['"a"'] * 60000)},
+    ],
+    ids=["objects", "references", "rules", "symbols"],
+)  # fmt: skip
+def test_demands_of_any_depth_end_in_a_grammar_or_a_refusal(demand: dict[str, Any]) -> None:
+    """In a process of its own: a stack that overflows takes the process along."""
+    source = f"""
+import json, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import test_grammar
+from cuengine.errors import RequestError
+try:
+    test_grammar.compiled(**json.load(sys.stdin))
+    print("compiled")
+except RequestError as error:
+    print("refused:", str(error)[:300])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", source], check=False, input=json.dumps(demand),
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-500:]
+    assert done.stdout.startswith(("compiled", "refused: structured_outputs."))
+    assert "backtrace" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"regex": "a" * 300_000}, "regex"),
+        ({"json": {"type": "integer", "multipleOf": 999983}}, "json.multipleOf"),
+        ({"json": {"items": {"multipleOf": 0.00001}}}, "json.items.multipleOf"),
+        ({"json": {"x-guidance": {"lenient": True}, "uniqueItems": True}}, "json.x-guidance"),
+    ],
+)
+def test_what_would_take_for_ever_or_pass_unseen_is_refused(
+    fields: dict[str, Any], place: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        compiled(**fields)
+    assert caught.value.param == f"structured_outputs.{place}"
+
+
+def test_multiples_of_what_is_usual_compile() -> None:
+    for multiple in (1, 5, 60, 1000, 0.5, 0.01, 0.25):
+        compiled(json={"type": "number", "multipleOf": multiple})
+
+
+def test_an_empty_whitespace_pattern_is_taken_at_its_word() -> None:
+    demand = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    matcher = compiled(json=demand, whitespace_pattern="").matcher()
+    matcher.consume(ord("{"))
+    assert allowed(matcher) == {ord('"')}
