@@ -26,7 +26,6 @@ from cuengine.api.protocol import (
     CompletionRequest,
     DetokenizeAnswer,
     DetokenizeRequest,
-    Health,
     ModelCard,
     ModelList,
     TokenizeAnswer,
@@ -103,7 +102,6 @@ ROUTES = (
         path="/health",
         handler=pages.health,
         summary="Whether the server is alive",
-        answer=Health,
         while_draining=True,
     ),
     Route(
