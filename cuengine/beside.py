@@ -8,20 +8,30 @@ from typing import Generic, Self, TypeVar
 
 T = TypeVar("T")
 
+_starting = threading.Lock()
+"""The size of stacks is one setting for all threads."""
+
 
 class Beside(Generic[T]):
     """Calls `work` in a thread that does not outlive the process.
 
     It pays where work, or what is done beside it, lets go of the GIL: I/O, NumPy on large arrays.
     As a context: leaving it waits for the work.
+
+    stack_bytes  of the thread's stack, of which only what is used takes memory; 0: as usual
     """
 
-    def __init__(self, work: Callable[[], T]) -> None:
+    def __init__(self, work: Callable[[], T], *, stack_bytes: int = 0) -> None:
         self._work = work
         self._value: list[T] = []
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+        with _starting:
+            before = threading.stack_size(stack_bytes)
+            try:
+                self._thread.start()
+            finally:
+                threading.stack_size(before)
 
     def _run(self) -> None:
         try:

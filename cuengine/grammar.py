@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from cuengine.batch import UInt32
+from cuengine.beside import Beside
 from cuengine.errors import RequestError
 from cuengine.outputs import FinishReason
 from cuengine.structured_outputs import StructuredOutputsParams, bad_field
@@ -333,24 +334,23 @@ class GrammarCompiler:
                 self._cache.popitem(last=False)
         if mine:
             try:
-                future.set_result(self._compile(params))
+                future.set_result(self._compile(params, len(key.encode())))
             except BaseException as error:
                 with self._lock:
                     self._cache.pop(key, None)
                 future.set_exception(error)
         return future.result()
 
-    def _compile(self, params: StructuredOutputsParams) -> Grammar:
-        size = len(params.key().encode())
+    def _compile(self, params: StructuredOutputsParams, size: int) -> Grammar:
         if size > MAX_DEMAND_BYTES:
             raise bad_field(
                 params.kind, f"it has {size} bytes, and at most {MAX_DEMAND_BYTES} can be compiled"
             )
         if params.kind == "json":
             _check_schema(_schema(params))
-        return _on_a_deep_stack(lambda: self._compile_here(params))
+        return Beside(lambda: self._start(params), stack_bytes=_STACK_BYTES).result()
 
-    def _compile_here(self, params: StructuredOutputsParams) -> Grammar:
+    def _start(self, params: StructuredOutputsParams) -> Grammar:
         with self._vocabulary_lock:
             vocabulary = self._vocabulary = self._vocabulary or self._make_vocabulary()
         start, problem = _start(vocabulary, _source(params))
@@ -376,28 +376,6 @@ def _start(vocabulary: Vocabulary, source: str) -> tuple[Matcher, str]:
     # Behind the first line a panic shows its backtrace.
     error = inner.get_error().removesuffix(_NO_DETAILS).strip().partition("\n<backtrace>")[0]
     return start, "nothing can match it" if error == "NoExtensionBias" else error
-
-
-_stack_lock = threading.Lock()
-
-
-def _on_a_deep_stack(work: Callable[[], Grammar]) -> Grammar:
-    """work(), on a thread that does not overflow where the caller's might."""
-    done: Future[Grammar] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    with _stack_lock:  # the size is one setting for all threads
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            threading.Thread(target=run, name="cuengine-grammar", daemon=True).start()
-        finally:
-            threading.stack_size(before)
-    return done.result()
 
 
 def _check_schema(schema: dict[str, Any]) -> None:
@@ -461,9 +439,8 @@ def _schema(params: StructuredOutputsParams) -> dict[str, Any]:
 def _json_source(params: StructuredOutputsParams, schema: dict[str, Any]) -> str:
     from llguidance import LLMatcher
 
-    options: JsonCompileOptions = {"whitespace_pattern": WHITESPACE}
-    if params.whitespace_pattern is not None:
-        options = {"whitespace_pattern": params.whitespace_pattern}
+    pattern = WHITESPACE if params.whitespace_pattern is None else params.whitespace_pattern
+    options: JsonCompileOptions = {"whitespace_pattern": pattern}
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}
     try:

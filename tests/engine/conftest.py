@@ -17,17 +17,22 @@ EmulatedLLM = Callable[..., LLM]
 
 
 @pytest.fixture
-def emulated_llm(monkeypatch: pytest.MonkeyPatch) -> EmulatedLLM:
-    """emulated_llm(folder, runtime={"architecture": 75}, max_num_seqs=4): an LLM on that device.
-
-    runtime: what EmulatedRuntime is given; all else is LLM's.
-    """
+def emulator() -> None:
+    """Skips where the emulated device cannot run."""
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc")
     try:
         find_nvrtc()
     except NvrtcError:
         pytest.skip("needs NVRTC: the wheel nvidia-cuda-nvrtc-cu12 or nvidia-cuda-nvrtc")
+
+
+@pytest.fixture
+def emulated_llm(monkeypatch: pytest.MonkeyPatch, emulator: None) -> EmulatedLLM:
+    """emulated_llm(folder, runtime={"architecture": 75}, max_num_seqs=4): an LLM on that device.
+
+    runtime: what EmulatedRuntime is given; all else is LLM's.
+    """
     original = host.EmulatedRuntime
 
     def make(folder: Path, *, runtime: dict[str, object] | None = None, **fields: object) -> LLM:
