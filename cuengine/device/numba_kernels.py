@@ -33,6 +33,11 @@ SPAN = 256
 TILE = 24
 """Rows (tokens x the query heads of one KV head) that share the reading of keys and values."""
 
+_AHEAD = 2
+"""Keys or values of one block and head that are prefetched before they are read: 8 KB, evenly. The
+hardware's own prefetching stops at the end of each block; asked for in one go, they hold up others.
+"""
+
 _PADDING = 64
 """Scores are padded to a multiple of this, so that vectorised sums have no rest, whose order would
 differ."""
@@ -207,19 +212,24 @@ def _rotary_cache(
 
 
 @njit()
-def _scores(queries: Float32, keys: Float32, scores: Float32, start: int) -> None:
-    """scores[r, start + t] = queries[r] . keys[t] for the tokens of a block [block_size, dim]."""
+def _scores(queries: Float32, keys: Float32, scores: Float32, start: int, ahead: int) -> None:
+    """scores[r, start + t] = queries[r] . keys[t] for the tokens of a block [block_size, dim].
+
+    Meanwhile, as many bytes are prefetched from the address `ahead`.
+    """
     rows, dim = queries.shape
     stride = scores.shape[1]
     for first in range(0, len(keys), SCORE_COLUMNS):
+        keys_at = keys.ctypes.data + 4 * first * dim
         for row in range(0, rows, SCORE_ROWS):
             dot_tile(
                 min(SCORE_ROWS, rows - row),
                 queries.ctypes.data + 4 * row * dim,
-                keys.ctypes.data + 4 * first * dim,
+                keys_at,
                 dim,
                 scores.ctypes.data + 4 * (row * stride + start + first),
                 stride,
+                ahead + 4 * first * dim if row == 0 else keys_at,
             )
     for k in range(dim // LANES * LANES, dim):
         for row in range(rows):
@@ -228,8 +238,13 @@ def _scores(queries: Float32, keys: Float32, scores: Float32, start: int) -> Non
 
 
 @njit()
-def _mix(weights: Float32, start: int, count: int, values: Float32, out: Float32) -> None:
-    """out[r] += sum over t < count of weights[r, start + t] * values[t]."""
+def _mix(
+    weights: Float32, start: int, count: int, values: Float32, out: Float32, ahead: int
+) -> None:
+    """out[r] += sum over t < count of weights[r, start + t] * values[t].
+
+    Meanwhile, as many bytes are prefetched from the address `ahead`.
+    """
     rows, dim = out.shape
     stride = weights.shape[1]
     wide = MIX_VECTORS * LANES
@@ -240,12 +255,13 @@ def _mix(weights: Float32, start: int, count: int, values: Float32, out: Float32
         while column + wide <= dim:
             values_at = values.ctypes.data + 4 * column
             out_at = out.ctypes.data + 4 * (row * dim + column)
-            mix_tile(these, weights_at, stride, count, values_at, dim, out_at)
+            fetched = ahead + 4 * column * count if row == 0 else values_at
+            mix_tile(these, weights_at, stride, count, values_at, dim, out_at, fetched)
             column += wide
         while column + LANES <= dim:
             values_at = values.ctypes.data + 4 * column
             out_at = out.ctypes.data + 4 * (row * dim + column)
-            mix_tile_narrow(these, weights_at, stride, count, values_at, dim, out_at)
+            mix_tile_narrow(these, weights_at, stride, count, values_at, dim, out_at, values_at)
             column += LANES
     for column in range(dim // LANES * LANES, dim):
         for row in range(rows):
@@ -265,6 +281,17 @@ def _exp_scores(scores: Float32) -> tuple[np.float32, np.float32]:
         scores[i] = value
         total += value
     return highest, total
+
+
+@njit()
+def _piece(kv_layer: Float32, blocks: Int32, head: int, heads: int, number: int) -> int:
+    """The address of a block's keys or values of one head, numbered in the order in which _span
+    reads them: all keys first, the heads of a block together. Past the end, the last one's."""
+    number = min(number, 2 * len(blocks) * heads - 1)
+    place, i = number // heads, number % heads
+    kind, place = place // len(blocks), place % len(blocks)
+    address: int = kv_layer[kind, blocks[place], head + i].ctypes.data
+    return address
 
 
 @njit(error_model="numpy")
@@ -294,10 +321,12 @@ def _span(
     end = min(start + SPAN, position + (rows - 1) // group + 1)
     count = end - start
     padded = (count + _PADDING - 1) // _PADDING * _PADDING
-    for token in range(0, count, block_size):
-        keys = kv_layer[0, table[(start + token) // block_size]]
+    blocks = table[start // block_size : (end + block_size - 1) // block_size]
+    for number, block in enumerate(blocks):
         for i in range(heads):
-            _scores(queries[i], keys[head + i], scores[i], token)
+            ahead = _piece(kv_layer, blocks, head, heads, number * heads + i + _AHEAD)
+            keys = kv_layer[0, block, head + i]
+            _scores(queries[i], keys, scores[i], number * block_size, ahead)
     for row in range(rows):
         visible = min(count, position + row // group + 1 - start)
         for i in range(heads):
@@ -311,10 +340,14 @@ def _span(
                 highest, total = _exp_scores(scores[i, row, :padded])
                 state[i, row, 0], state[i, row, 1] = highest, total
     out[:] = 0
-    for token in range(0, count, block_size):
-        values = kv_layer[1, table[(start + token) // block_size]]
+    for number, block in enumerate(blocks):
+        token = number * block_size
         for i in range(heads):
-            _mix(scores[i], token, min(block_size, count - token), values[head + i], out[i])
+            ahead = _piece(
+                kv_layer, blocks, head, heads, (len(blocks) + number) * heads + i + _AHEAD
+            )
+            values = kv_layer[1, block, head + i]
+            _mix(scores[i], token, min(block_size, count - token), values, out[i], ahead)
 
 
 @njit(fastmath={"contract", "nsz"}, error_model="numpy")
@@ -345,8 +378,8 @@ def _list_tasks(
 
     A tile of a prompt's chunk goes over all its spans (span -1), head by head. A lone token has a
     task for each span, so that one long sequence keeps all threads busy. Where there are enough of
-    those, each is for all heads: they lie together in a block, and the hardware reads long pieces
-    of memory ahead better than any prefetching of ours does.
+    those, each is for all heads: they lie together in a block, and memory is read faster in long
+    pieces.
     The second array has, for each sequence, the first row of its spans' partial results, or -1.
     """
     num_tasks, num_partials, num_lone = 0, 0, 0

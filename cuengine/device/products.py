@@ -97,12 +97,14 @@ def _tile(
 
 @njit("void(float32[:, ::1], float32[:, :, ::1], float32[:, ::1])", parallel=True, cache=True)
 def _linear(x: Float32, panels: Float32, out: Float32) -> None:
+    """out may be wider than the panels, but not narrower: a second call of _tile here, for a part
+    of a panel, would make the first one slower by a twentieth."""
     num_rows, depth = x.shape
     width = out.shape[1]
     # Rows are spread evenly over the tiles: 13 rows are 7 and 6, not 12 and 1.
     num_tiles = (num_rows + ROWS - 1) // ROWS
     # The next panel is fetched evenly over the tiles: asked for in a burst, it holds up the others.
-    pace = 4 * PANEL // max(4, num_tiles)
+    pace = (4 * PANEL + num_tiles - 1) // max(4, num_tiles)
     for panel in prange(panels.shape[0]):
         column = panel * PANEL
         for index in range(num_tiles):
@@ -111,15 +113,16 @@ def _linear(x: Float32, panels: Float32, out: Float32) -> None:
             x_at = x.ctypes.data + 4 * row * depth
             panel_at = panels.ctypes.data + 4 * column * depth
             ahead = panel_at + (4 * PANEL + index * pace) * depth
-            if column + PANEL <= width:
-                out_at = out.ctypes.data + 4 * (row * width + column)
-                _tile(rows, x_at, depth, panel_at, out_at, width, ahead, pace)
-            else:
-                part = np.empty((ROWS, PANEL), np.float32)
-                _tile(rows, x_at, depth, panel_at, part.ctypes.data, PANEL, ahead, pace)
-                out[row : row + rows, column:] = part[:rows, : width - column]
+            out_at = out.ctypes.data + 4 * (row * width + column)
+            _tile(rows, x_at, depth, panel_at, out_at, width, ahead, pace)
 
 
 def linear(x: Float32, weight: PackedMatrix, out: Float32) -> None:
     """x float32 [num_rows, in_features] @ weight.T -> out float32 [num_rows, out_features]."""
-    _linear(np.ascontiguousarray(x), weight.panels, out)
+    x = np.ascontiguousarray(x)
+    whole, rest = divmod(weight.out_features, PANEL)
+    _linear(x, weight.panels[:whole], out)
+    if rest:
+        last = np.empty((len(x), PANEL), np.float32)
+        _linear(x, weight.panels[whole:], last)
+        out[:, whole * PANEL :] = last[:, :rest]

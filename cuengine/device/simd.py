@@ -24,11 +24,13 @@ from cuengine.device.llvm import (
     fma,
     load,
     loop,
+    prefetch,
     shuffle,
     store,
     switch_rows,
 )
 from cuengine.device.numba_setup import intrinsic
+from cuengine.device.packed import LINE
 
 SCORE_ROWS = 3
 SCORE_COLUMNS = 8 if WIDE else 4
@@ -42,20 +44,28 @@ _LN2_DOUBLE = (0.6931471806019545, -4.2009150726810846e-11)
 
 @intrinsic
 def dot_tile(
-    typing: Any, rows: Any, x: Any, keys: Any, depth: Any, out: Any, out_stride: Any
+    typing: Any,
+    rows: Any,
+    x: Any,
+    keys: Any,
+    depth: Any,
+    out: Any,
+    out_stride: Any,
+    ahead: Any,
 ) -> tuple[Any, Any]:
     """out[r, c] = sum over k of x[r, k] * keys[c, k], for r < rows, c < SCORE_COLUMNS.
 
     rows <= SCORE_ROWS. Rows of x and keys are `depth` floats apart; what is behind the last
-    multiple of LANES of them is left out.
+    multiple of LANES of them is left out. As much as there are keys is prefetched from `ahead`.
     """
 
     def emit_rows(builder: Any, count: int, arguments: list[Any]) -> None:
-        x, keys, depth, out, out_stride = arguments
+        x, keys, depth, out, out_stride, ahead = arguments
         x_rows = [at(builder, x, builder.mul(depth, I64(row))) for row in range(count)]
         key_rows = [at(builder, keys, builder.mul(depth, I64(c))) for c in range(SCORE_COLUMNS)]
 
         def add_products(k: Any, sums: list[Any]) -> list[Any]:
+            _fetch(builder, at(builder, ahead, builder.mul(k, I64(SCORE_COLUMNS))), SCORE_COLUMNS)
             left = [load(builder, at(builder, row, k)) for row in x_rows]
             added = list(sums)
             for column, key_row in enumerate(key_rows):
@@ -71,7 +81,13 @@ def dot_tile(
             total = _sum_lanes(builder, sums[row * SCORE_COLUMNS : (row + 1) * SCORE_COLUMNS])
             store(builder, total, at(builder, out, builder.mul(out_stride, I64(row))))
 
-    return types.void(*[types.intp] * 6), switch_rows(SCORE_ROWS, emit_rows)
+    return types.void(*[types.intp] * 7), switch_rows(SCORE_ROWS, emit_rows)
+
+
+def _fetch(builder: Any, address: Any, vectors: int) -> None:
+    """Prefetch what that many vectors take; less than a line is left to the hardware."""
+    for line in range(vectors * LANES * 4 // LINE):
+        prefetch(builder, builder.add(address, I64(line * LINE)))
 
 
 def _mix_tile(vectors: int) -> Any:
@@ -85,15 +101,16 @@ def _mix_tile(vectors: int) -> Any:
         values: Any,
         dim: Any,
         out: Any,
+        ahead: Any,
     ) -> tuple[Any, Any]:
         """out[r, :] += sum over t < count of weights[r, t] * values[t, :], for r < rows.
 
         rows <= MIX_ROWS; `:` stands for `vectors` vectors; rows of values and out are `dim` floats
-        apart.
+        apart. count * vectors vectors are prefetched from `ahead`.
         """
 
         def emit_rows(builder: Any, num_rows: int, arguments: list[Any]) -> None:
-            weights, weight_stride, count, values, dim, out = arguments
+            weights, weight_stride, count, values, dim, out, ahead = arguments
             weight_rows = [
                 at(builder, weights, builder.mul(weight_stride, I64(row)))
                 for row in range(num_rows)
@@ -105,6 +122,7 @@ def _mix_tile(vectors: int) -> Any:
             ]
 
             def add_products(t: Any, sums: list[Any]) -> list[Any]:
+                _fetch(builder, at(builder, ahead, builder.mul(t, I64(vectors * LANES))), vectors)
                 start = at(builder, values, builder.mul(t, dim))
                 right = [load(builder, at(builder, start, I64(v * LANES))) for v in range(vectors)]
                 added = []
@@ -120,7 +138,7 @@ def _mix_tile(vectors: int) -> Any:
             for address, total in zip(out_rows, sums, strict=True):
                 store(builder, total, address)
 
-        return types.void(*[types.intp] * 7), switch_rows(MIX_ROWS, emit_rows)
+        return types.void(*[types.intp] * 8), switch_rows(MIX_ROWS, emit_rows)
 
     return mix_tile
 
