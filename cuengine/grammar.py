@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -348,6 +349,8 @@ class GrammarCompiler:
             )
         if params.kind == "json":
             _check_schema(_schema(params))
+        if params.kind == "grammar":
+            _check_lark(params.grammar or "")
         return Beside(lambda: self._start(params), stack_bytes=_STACK_BYTES).result()
 
     def _start(self, params: StructuredOutputsParams) -> Grammar:
@@ -380,20 +383,46 @@ def _start(vocabulary: Vocabulary, source: str) -> tuple[Matcher, str]:
 
 def _check_schema(schema: dict[str, Any]) -> None:
     """Raises RequestError for what llguidance would take for ever over, or let pass."""
-    todo: list[tuple[str, Any]] = [("json", schema)]
-    while todo:
-        place, part = todo.pop()
-        if not isinstance(part, dict):
-            continue
+    for place, part in _schemas("json", schema):
         if "x-guidance" in part:
             raise bad_field(f"{place}.x-guidance", "the server's options are not the client's")
-        multiple = part.get("multipleOf")
-        if isinstance(multiple, int | float) and _states(multiple) > MAX_MULTIPLE:
-            raise bad_field(
-                f"{place}.multipleOf",
-                f"{multiple} has more than {MAX_MULTIPLE} in its last decimal place",
-            )
-        todo += [(f"{place}.{name}", sub) for name, sub in _parts(part)]
+        if problem := _multiple_problem(part):
+            raise bad_field(f"{place}.multipleOf", problem)
+
+
+def _check_lark(grammar: str) -> None:
+    """The same for the schemas in a grammar, with the place as llguidance writes it: line(column).
+
+    Options stay: there they are the grammar's own.
+    """
+    for found in re.finditer(r"%json\s*(?={)", grammar):
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
+        except (ValueError, RecursionError):
+            continue  # llguidance says what is wrong with it
+        for place, part in _schemas("%json", schema):
+            if problem := _multiple_problem(part):
+                line = grammar.count("\n", 0, found.start()) + 1
+                column = found.start() - grammar.rfind("\n", 0, found.start())
+                where = f"at {line}({column}): {place}.multipleOf"
+                raise bad_field("grammar", f"{where}: {problem}")
+
+
+def _schemas(place: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A schema and all within it, each with its place."""
+    todo: list[tuple[str, Any]] = [(place, schema)]
+    while todo:
+        place, part = todo.pop()
+        if isinstance(part, dict):
+            yield place, part
+            todo += [(f"{place}.{name}", sub) for name, sub in _parts(part)]
+
+
+def _multiple_problem(schema: dict[str, Any]) -> str:
+    multiple = schema.get("multipleOf")
+    if isinstance(multiple, int | float) and _states(multiple) > MAX_MULTIPLE:
+        return f"{multiple} has more than {MAX_MULTIPLE} in its last decimal place"
+    return ""
 
 
 def _states(multiple: float) -> int:

@@ -156,6 +156,9 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": bad("x")}}
         (CHAT, HI | {"tools": [TOOL | {"function": {"name": "ok"}}], "response_format": {
             "type": "json_schema", "json_schema": {"name": "n", "schema": bad("a")}}},
          "response_format.json_schema.schema"),
+        (CHAT, HI | {"tools": [TOOL | {"function": {"name": "f", "parameters": {
+            "properties": {"a": {"multipleOf": 999983}}}}}], "tool_choice": "required"},
+         "tools[0].function.parameters"),
     ],
 )  # fmt: skip
 async def test_a_bad_demand_is_400_with_its_place(

@@ -508,6 +508,7 @@ except RequestError as error:
         ({"json": {"type": "integer", "multipleOf": 999983}}, "json.multipleOf"),
         ({"json": {"items": {"multipleOf": 0.00001}}}, "json.items.multipleOf"),
         ({"json": {"x-guidance": {"lenient": True}, "uniqueItems": True}}, "json.x-guidance"),
+        ({"grammar": 'start: "a"\n| %json {"items": {"multipleOf": 999983}}'}, "grammar"),
     ],
 )
 def test_what_would_take_for_ever_or_pass_unseen_is_refused(
