@@ -77,10 +77,8 @@ def _numba_operations() -> _Operations:
         # It stays there: whenever Numba compiles, it looks whether its settings still hold.
         threads = max(1, min(quota, len(os.sched_getaffinity(0))))
         os.environ.setdefault("NUMBA_NUM_THREADS", str(threads))
-    from cuengine.device import numba_setup
+    from cuengine.device import numba_kernels, numba_sampler, numba_setup, products
 
-    with numba_setup.kernels_defined_here():
-        from cuengine.device import numba_kernels, numba_sampler, products
     numba_setup.start_threads()
     return _Operations(numba_kernels, products.linear, numba_sampler.draw_rows)
 

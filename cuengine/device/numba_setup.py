@@ -5,6 +5,7 @@ Nothing here is left behind for other users of Numba in the process, save for th
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import os
@@ -16,6 +17,7 @@ from typing import Any, TypeVar, cast
 import numba
 import numba.extending
 from numba.core import config as numba_config
+from numba.core.caching import UserProvidedCacheLocator
 
 from cuengine.paths import cache_dir
 
@@ -35,9 +37,17 @@ work a parallel loop then waits for its own spinning threads (11 ms measured, in
 def njit(
     signature: str | tuple[Any, ...] | None = None, **options: Any
 ) -> Callable[[_Function], _Function]:
-    """numba.njit, for mypy: what it makes is called as the Python function would be."""
+    """numba.njit for our kernels: what it makes is called as the Python function would be.
+
+    With a signature, the kernel is compiled, or with cache=True loaded, here and now.
+    """
     arguments = () if signature is None else (signature,)
-    return cast(Callable[[_Function], _Function], numba.njit(*arguments, **options))
+
+    def define(function: _Function) -> _Function:
+        with _own_cache():
+            return cast(_Function, numba.njit(*arguments, **options)(function))
+
+    return define
 
 
 def intrinsic(emit: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,33 +55,50 @@ def intrinsic(emit: Callable[..., Any]) -> Callable[..., Any]:
     return cast(Callable[..., Any], numba.extending.intrinsic(emit))
 
 
-@contextmanager
-def kernels_defined_here() -> Iterator[None]:
-    """Modules with kernels are imported in here: they are cached in cuengine's own cache folder.
+class KernelFolder(UserProvidedCacheLocator):
+    """Where Numba keeps compiled kernels: right in the folder that is set.
 
-    Numba's choice, __pycache__ beside the source, may not be writable, and it looks at the time of
-    the one file with the kernel only. Here the folder's name is made from all the sources.
+    Its own choice depends on where the source lies, too: another install would compile anew.
     """
-    before = config.CACHE_DIR
-    if not before:
-        config.CACHE_DIR = _writable_cache()
-    if config.CACHE_DIR and not any(Path(config.CACHE_DIR).glob("*/*.nbi")):
-        logger.info("compiling the CPU's kernels: up to a minute, the first time")
+
+    def __init__(self, function: Callable[..., Any], source: str) -> None:
+        cast(Any, super()).__init__(function, source)
+        self._cache_path = config.CACHE_DIR
+
+
+@contextmanager
+def _own_cache() -> Iterator[None]:
+    """Kernels are cached in cuengine's own folder.
+
+    Numba's choice, __pycache__ beside the source, may not be writable, and it looks at the one file
+    with the kernel only. Here the folder's name is made from all the sources.
+    """
+    # Older versions have no choice of locators: they compile anew in each place.
+    before = config.CACHE_DIR, getattr(config, "CACHE_LOCATOR_CLASSES", "")
+    folder = _kernel_folder(before[0])
+    if folder:
+        config.CACHE_DIR = folder
+        config.CACHE_LOCATOR_CLASSES = f"{__name__}.{KernelFolder.__name__}"
     try:
         yield
     finally:
-        config.CACHE_DIR = before
+        config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = before
 
 
-def _writable_cache() -> str:
+@functools.cache
+def _kernel_folder(users_choice: str) -> str:
+    """Made if need be; "" where it cannot be written."""
     digest = hashlib.sha256(numba.__version__.encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
-    folder = cache_dir() / "numba" / digest.hexdigest()[:16]
+    parent = Path(users_choice) if users_choice else cache_dir() / "numba"
+    folder = parent / digest.hexdigest()[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
         return ""
+    if not any(folder.glob("*.nbi")):
+        logger.info("compiling the CPU's kernels: up to a minute, the first time")
     return str(folder) if os.access(folder, os.W_OK) else ""
 
 

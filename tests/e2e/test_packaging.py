@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from cuengine.paths import cache_dir
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = {
     "cuengine": "cuengine",
@@ -125,6 +127,17 @@ def test_nothing_but_cuengine_lands_at_the_top_of_site_packages(site: Path):
 def test_every_module_can_be_imported_from_an_install(site: Path, tmp_path: Path):
     names = run(sys.executable, "-c", IMPORT_ALL, cwd=tmp_path, path=site).split()
     assert {"cuengine.model.llama", "cuengine.api", "cuengine.device.interface"} <= set(names)
+
+
+def test_an_install_elsewhere_uses_the_kernels_that_were_compiled(site: Path, tmp_path: Path):
+    pytest.importorskip("numba")
+    load = "from cuengine.device import numba_kernels, numba_sampler, products"
+    run(sys.executable, "-c", load, cwd=tmp_path)
+    kernels = {path: path.stat().st_mtime_ns for path in cache_dir().glob("numba/*/*")}
+    assert kernels
+    run(sys.executable, "-c", load, cwd=tmp_path, path=site)
+    assert {path: path.stat().st_mtime_ns for path in cache_dir().glob("numba/*/*")} == kernels
+    assert not list(site.rglob("*.nbi"))
 
 
 @pytest.fixture
