@@ -99,6 +99,16 @@ class ServingEngine(Protocol):
         ...
 
     @property
+    def restarting(self) -> bool:
+        """It died, and comes back; meanwhile requests wait."""
+        ...
+
+    @property
+    def num_restarts(self) -> int:
+        """Times that it died."""
+        ...
+
+    @property
     def config(self) -> EngineConfig: ...
     @property
     def max_model_len(self) -> int: ...

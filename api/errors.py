@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
 from cuengine.api.access_log import request_id
-from cuengine.errors import EngineStoppedError, RequestError
+from cuengine.errors import EngineDiedError, EngineStoppedError, RequestError
 
 logger = logging.getLogger("cuengine.api")
 
@@ -68,6 +68,8 @@ def error_from(exc: Exception) -> ApiError:
             return ApiError(400, str(exc), param=exc.param, code=exc.code)
         case EngineStoppedError():
             return ApiError(503, str(exc), code="engine_stopped", headers={"Retry-After": "5"})
+        case EngineDiedError():
+            return ApiError(500, str(exc), code="engine_died")
         case web.HTTPRequestEntityTooLarge():
             return ApiError(413, exc.text or "The request body is too large.")
         case web.HTTPException():

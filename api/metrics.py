@@ -159,6 +159,11 @@ class _EngineCollector(Collector):
         for position, count in enumerate(stats.num_accepted_tokens_per_pos):
             positions.add_metric([str(position)], count)
         yield positions
+        yield CounterMetricFamily(
+            "cuengine_engine_restarts",
+            "Times that the engine died and was started again",
+            value=self._engine.num_restarts,
+        )
         yield InfoMetricFamily(
             "cuengine_model", "The model served", value={"model_name": self._model_name}
         )

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from cuengine.api.answers import json_answer
 from cuengine.api.errors import ApiError
-from cuengine.api.protocol import Version
+from cuengine.api.protocol import Health, Version
 from cuengine.api.state import ServerState
 
 _TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css", "svg": "image/svg+xml"}
@@ -68,14 +68,23 @@ def _answer(request: web.Request, page: Page) -> web.Response:
 
 
 async def health(request: web.Request, state: ServerState) -> web.Response:
-    """Whether this process is worth keeping: 200 while it drains, too, 503 after a failure."""
+    """Whether this process is worth keeping: 200 while it drains or starts its engine again, too,
+    503 after a failure.
+    """
     if state.engine.failed:
         raise ApiError(503, "The engine has failed; the log says why.", code="engine_stopped")
-    return web.Response()
+    return json_answer(Health("restarting" if state.engine.restarting else "ok"))
 
 
 async def ready(request: web.Request, state: ServerState) -> web.Response:
-    """Whether new requests are taken. Draining is answered 503 before this is reached."""
+    """Whether new requests are worked on. Draining is answered 503 before this is reached."""
+    if state.engine.restarting:
+        raise ApiError(
+            503,
+            "The engine is being started again; requests wait until it is.",
+            code="engine_restarting",
+            headers={"Retry-After": "5"},
+        )
     return await health(request, state)
 
 

@@ -424,5 +424,11 @@ class DetokenizeAnswer(Struct):
     prompt: str
 
 
+class Health(Struct):
+    """restarting: the engine died and comes back, running requests go on then."""
+
+    status: Literal["ok", "restarting"]
+
+
 class Version(Struct):
     version: str

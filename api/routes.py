@@ -26,6 +26,7 @@ from cuengine.api.protocol import (
     CompletionRequest,
     DetokenizeAnswer,
     DetokenizeRequest,
+    Health,
     ModelCard,
     ModelList,
     TokenizeAnswer,
@@ -102,6 +103,7 @@ ROUTES = (
         path="/health",
         handler=pages.health,
         summary="Whether the server is alive",
+        answer=Health,
         while_draining=True,
     ),
     Route(

@@ -52,6 +52,10 @@ POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "200 JSON-schema requests: each answer that finishes parses and validates",
         ("bench/structured.py",),
     ),
+    "kills": (
+        "50 streams, the engine's process killed three times: each equal to its undisturbed run",
+        ("bench/engine_kills.py",),
+    ),
     "throughput": (
         "at least 1.6 times vLLM's CPU build and 6 times transformers, where they are installed",
         ("bench/throughput.py", "--engine", "all", "--require", "vllm=1.6", "hf=6"),

@@ -7,7 +7,7 @@ Fails where a request hangs, where a block of the pool is not free at the end, w
 request is left in the engine, or where the resident memory grows over the second half: the median
 over its last half may be at most 1 % + 4 MiB above the median over its first half. The KV cache is
 kept small, so that sequences are preempted; a first request fills all of it, so that it is in
-memory from the start.
+memory from the start. Memory is that of both processes.
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class Counts:
     rss: list[int] = field(default_factory=list)
 
 
-def resident_bytes() -> int:
-    fields = Path("/proc/self/statm").read_text().split()
-    return int(fields[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident_bytes(engine: AsyncEngine) -> int:
+    """Of this process and the engine's."""
+    files = [Path("/proc/self/statm"), Path(f"/proc/{engine._link.pid}/statm")]
+    return sum(int(file.read_text().split()[1]) for file in files) * os.sysconf("SC_PAGE_SIZE")
 
 
 async def next_delta(engine: AsyncEngine, stream: AsyncIterator[RequestDelta]) -> RequestDelta:
@@ -125,7 +126,7 @@ async def soak(model: str, num_requests: int, concurrency: int, seed: int) -> di
     async def worker() -> None:
         for name in names:
             await one_request(engine, str(name), rng, counts)
-            counts.rss.append(resident_bytes())
+            counts.rss.append(resident_bytes(engine))
 
     whole = [rng.randrange(engine.model_config.vocab_size) for _ in range(engine.max_model_len - 1)]
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
@@ -133,7 +134,7 @@ async def soak(model: str, num_requests: int, concurrency: int, seed: int) -> di
         pass
     await asyncio.gather(*(worker() for _ in range(concurrency)))
     await engine.drain()
-    # The last abort may still be on its way to the engine's thread.
+    # The last abort may still be on its way to the engine.
     for _ in range(1000):
         stats = engine.stats()
         if stats.num_running == stats.num_waiting == stats.num_used_blocks == 0:
@@ -146,13 +147,12 @@ async def soak(model: str, num_requests: int, concurrency: int, seed: int) -> di
     early, late = (
         statistics.median(part) for part in (half[: len(half) // 2], half[len(half) // 2 :])
     )
-    inner = engine._engine
     problems = []
     if stats.num_used_blocks or stats.num_running or stats.num_waiting:
         problems.append(f"the engine is not empty: {stats}")
-    if any(inner.pool.ref_count(block) for block in range(inner.pool.num_blocks)):
-        problems.append("blocks are still owned")
-    left = [inner._requests, engine._processor._states, engine._running, engine._streams]
+    if engine.num_restarts:
+        problems.append(f"the engine died {engine.num_restarts} times")
+    left = [engine._processor._states, engine._by_key, engine._flights]
     if any(left):
         problems.append(f"requests are left behind: {left}")
     if counts.finished + counts.aborted != num_requests:

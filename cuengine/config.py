@@ -16,6 +16,9 @@ DEFAULT_MODEL = "smollm2-135m"
 BLOCK_SIZES = (8, 16, 32)
 DEVICES = ("auto", "cuda", "cpu", "emulated")
 DTYPES = ("auto", "float32", "float16", "bfloat16")
+STEP_TIMEOUT = 300.0
+"""Seconds after which AsyncEngine takes a step for hung. (512 tokens of a model of 8 B parameters
+take a minute or two on few cores.)"""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -15,8 +15,9 @@ way.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from cuengine.admission import Limits
@@ -27,10 +28,10 @@ from cuengine.block_pool import BlockPool
 from cuengine.config import EngineConfig
 from cuengine.errors import RequestError
 from cuengine.grammar import Grammar, GrammarCompiler
-from cuengine.outputs import FinishReason, Logprob, TokenLogprobs
+from cuengine.outputs import EngineOutput, Logprob, TokenLogprobs, TokenOutput
 from cuengine.sampling_params import BeamSearchParams, RequestParams
 from cuengine.scheduler import Chunk, Scheduler
-from cuengine.sequence import Request, Sequence, SequenceStatus
+from cuengine.sequence import Progress, Request, Sequence, SequenceStatus
 from cuengine.speculation import Speculator
 from cuengine.stats import EngineStats
 from cuengine.swap_space import SwapSpace
@@ -50,36 +51,6 @@ class Runner(Protocol):
     def run(self, batch: Batch, sampling: SamplingBatch) -> PendingOutput: ...
 
     def range(self, name: str) -> AbstractContextManager[None]: ...
-
-
-@dataclass(slots=True)
-class TokenOutput:
-    """One new token of one sample; logprobs where asked for (or needed to rank `best_of`).
-
-    complete  the sample ends with it, and it belongs to the text: its grammar allows no more
-    score     of a text that beam search found, with its last token
-    """
-
-    index: int
-    token_id: int
-    logprobs: TokenLogprobs | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
-    complete: bool = False
-    score: float | None = None
-
-
-@dataclass(slots=True)
-class EngineOutput:
-    """One step's news of a request; prompt_logprobs with the first token only.
-
-    What beam search found comes all at once, in the end.
-    """
-
-    request_id: str
-    tokens: list[TokenOutput] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    num_cached_tokens: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,6 +118,8 @@ class Engine:
             drafts=speculator,
         )
         self._speculator = speculator
+        self.before_launch: Callable[[list[Chunk]], None] | None = None
+        """Called with what a step will run, before the device gets it."""
         self._requests: dict[str, Request] = {}
         self._in_flight: _Launched | None = None
         self._seeds = random.Random(config.seed)
@@ -194,10 +167,13 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         grammar: Grammar | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Queue a request. Lower priority values go first.
 
-        grammar  from `compile_grammar`, which is called here where none is given
+        grammar   from `compile_grammar`, which is called here where none is given
+        progress  what it got from an engine that is gone; it goes on from there, and nothing of
+                  that is reported again. (Beam search has none: it begins anew.)
 
         Raises RequestError for one that can never be served, or whose id is in use.
         """
@@ -235,9 +211,16 @@ class Engine:
         )
         self._arrivals += 1
         self._requests[request_id] = request
-        self.scheduler.add(request)
+        if progress is None:
+            self.scheduler.add(request)
+        else:
+            request.resume_from(progress)
+            self.scheduler.resume(request, progress.outputs)
         if grammar is not None:
-            request.sequences[0].matcher = grammar.matcher()
+            for sequence in request.sequences:
+                sequence.matcher = grammar.matcher()
+                for token in sequence.token_ids[sequence.prompt_len :]:
+                    sequence.matcher.consume(token)
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free its blocks at once; unknown ids are ignored."""
@@ -276,6 +259,11 @@ class Engine:
                 return self._collect(launched)
         return outputs
 
+    @property
+    def num_completed_steps(self) -> int:
+        """Steps whose tokens are here; at most two more have been launched."""
+        return self._num_steps - (self._in_flight is not None)
+
     def stats(self) -> EngineStats:
         scheduler, pool, speculator = self.scheduler, self.pool, self._speculator
         stats = EngineStats(
@@ -308,6 +296,8 @@ class Engine:
             step = self.scheduler.schedule()
         if not step.chunks:
             return None
+        if self.before_launch is not None:
+            self.before_launch(step.chunks)
         try:
             if self._speculator is not None:
                 with runner.range("draft"):

@@ -33,5 +33,9 @@ class EngineStoppedError(CuengineError):
     """The engine has stopped, or failed, and takes no more requests."""
 
 
+class EngineDiedError(CuengineError):
+    """A request that the engine dies of."""
+
+
 class DeviceMemoryError(CuengineError):
     """The device has less free memory than was asked for."""

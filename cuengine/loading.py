@@ -5,10 +5,8 @@ One log line per phase. Everything that imports model code does so here, when an
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,23 +18,20 @@ from cuengine.beside import Beside
 from cuengine.config import EngineConfig
 from cuengine.draft_model import DraftModelProposer
 from cuengine.engine import Engine, LoadedModel
-from cuengine.errors import ConfigError, DeviceMemoryError, ModelError
+from cuengine.errors import ConfigError, DeviceMemoryError
 from cuengine.ngram import NgramProposer
 from cuengine.speculation import Proposer, Speculator
 from cuengine.speculative_config import SpeculativeConfig
 from cuengine.swap_space import SwapCosts, SwapSpace
+from cuengine.text_side import find, hurry, load_text, phase
 
 if TYPE_CHECKING:
     from cuengine.device.interface import StepLimits
-    from cuengine.model.chat_template import ChatTemplate
     from cuengine.model.config import ModelConfig
-    from cuengine.model.find import ModelFiles
-    from cuengine.model.generation_config import GenerationDefaults
     from cuengine.model.llama import Llama
     from cuengine.model.tokenizer import Tokenizer
     from cuengine.model_runner import ModelRunner
-
-    Text = tuple[Tokenizer | None, ChatTemplate | None, GenerationDefaults]
+    from cuengine.text_side import Text
 
 logger = logging.getLogger("cuengine")
 
@@ -44,10 +39,10 @@ logger = logging.getLogger("cuengine")
 def load_engine(config: EngineConfig) -> Engine:
     """Raises ModelError for a model that can't be used, ConfigError for settings that don't fit."""
     progress = sys.stderr.isatty()
-    with _hurry():
-        with _phase("model files"):
-            folder, model_config = _find(config.model, config.revision, progress=progress)
-        with Beside(lambda: _load_text(config, folder)) as text:
+    with hurry():
+        with phase("model files"):
+            folder, model_config = find(config.model, config.revision, progress=progress)
+        with Beside(lambda: load_text(config, folder)) as text:
             return _load_engine(config, folder, model_config, text, progress=progress)
 
 
@@ -80,7 +75,7 @@ def _load_engine(
     eos = set(defaults.eos_token_ids or model_config.eos_token_ids)
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         eos.add(tokenizer.eos_token_id)
-    with _phase("KV cache"):
+    with phase("KV cache"):
         block_bytes = sum(_block_bytes(llama, config.block_size) for llama in llamas)
         budget = 0
         for llama in reversed(llamas):
@@ -103,7 +98,7 @@ def _load_engine(
             ]
         host_caches, swap_space = _swap_space(config, llamas, block_bytes)
     runners = [ModelRunner(*parts) for parts in zip(llamas, kv_caches, host_caches, strict=True)]
-    with _phase("warm-up"):
+    with phase("warm-up"):
         for runner in runners:
             runner.warm_up()
     model = LoadedModel(
@@ -127,30 +122,6 @@ def _load_engine(
     )
 
 
-def _load_text(config: EngineConfig, folder: Path) -> Text:
-    """Tokenizer and chat template, None where there are to be none, and what the authors advise."""
-    from cuengine.model.chat_template import ChatTemplate
-    from cuengine.model.generation_config import read_generation_config
-    from cuengine.model.tokenizer import Tokenizer
-
-    with _phase("tokenizer"):
-        defaults = read_generation_config(folder)
-        if config.skip_tokenizer_init:
-            return None, None, defaults
-        tokenizer = Tokenizer.from_folder(folder)
-        return tokenizer, ChatTemplate.from_folder(folder, config.chat_template), defaults
-
-
-def _find(name: str, revision: str | None, *, progress: bool) -> tuple[Path, ModelConfig]:
-    """A model's folder, fetched and converted where it has to be, and its config."""
-    from cuengine.model.config import read_model_config
-    from cuengine.model.find import find_model
-
-    files = find_model(name, revision=revision, progress=progress)
-    folder = _folder(files, progress=progress)
-    return folder, read_model_config(folder)
-
-
 def _find_draft(
     speculation: SpeculativeConfig,
     target: ModelConfig,
@@ -159,12 +130,12 @@ def _find_draft(
     *,
     progress: bool,
 ) -> tuple[Path, ModelConfig]:
-    """`_find` for the draft model. Raises ConfigError where it cannot draft for this one."""
+    """`find` for the draft model. Raises ConfigError where it cannot draft for this one."""
     from cuengine.model.tokenizer import Tokenizer
 
     assert speculation.model is not None
-    with _phase("draft model files"):
-        folder, draft = _find(speculation.model, speculation.revision, progress=progress)
+    with phase("draft model files"):
+        folder, draft = find(speculation.model, speculation.revision, progress=progress)
     name = f"speculative_config: the draft model {speculation.model}"
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
@@ -204,12 +175,12 @@ def _load_llama(
         limits=limits,
         use_graphs=not config.enforce_eager,
     )
-    with _phase("weights"):
+    with phase("weights"):
         weights = load_weights(
             folder, model_config, device, max_model_len=limits.max_model_len, progress=progress
         )
         llama = Llama(model_config, weights, device)
-    with _phase("kernels"):
+    with phase("kernels"):
         device.prepare(llama.attention_shape, progress=progress)
     return llama
 
@@ -327,17 +298,6 @@ def size_kv_cache(
     return num_blocks, max_model_len
 
 
-def _folder(files: ModelFiles, *, progress: bool) -> Path:
-    if files.gguf is None:
-        if files.folder is None:
-            raise ModelError(f"{files.name}: neither a folder nor a .gguf file")
-        return files.folder
-    # Reading GGUF takes a package that is slow to import.
-    from cuengine.model.gguf import convert_gguf
-
-    return convert_gguf(files.gguf, progress=progress)
-
-
 def _max_model_len(config: EngineConfig, limit: int) -> int:
     if config.max_model_len is None:
         return limit
@@ -346,24 +306,6 @@ def _max_model_len(config: EngineConfig, limit: int) -> int:
             f"max_model_len={config.max_model_len} is more than this model's {limit} positions"
         )
     return config.max_model_len
-
-
-@contextmanager
-def _hurry() -> Iterator[None]:
-    """Python as it suits loading: a few threads take turns, and what they make is kept.
-
-    Half a million objects come with Numba, and looking for garbage among them takes 0.2 s. A thread
-    that has packed a matrix, without the GIL, would wait 5 ms for it.
-    """
-    collects, interval = gc.isenabled(), sys.getswitchinterval()
-    gc.disable()
-    sys.setswitchinterval(0.0005)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(interval)
-        if collects:
-            gc.enable()
 
 
 @contextmanager
@@ -378,10 +320,3 @@ def _fitting(config: EngineConfig, what: str, settings: str) -> Iterator[None]:
             f"max_num_seqs={config.max_num_seqs}, "
             f"gpu_memory_utilization={config.gpu_memory_utilization})"
         ) from error
-
-
-@contextmanager
-def _phase(name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    logger.info("%s: %.2f s", name, time.perf_counter() - start)

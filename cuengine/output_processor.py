@@ -10,9 +10,15 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cuengine.detokenizer import Detokenizer, DetokenizerSource
-from cuengine.engine import EngineOutput, TokenOutput
 from cuengine.errors import RequestError
-from cuengine.outputs import FinishReason, RequestDelta, SequenceDelta, TokenLogprobs
+from cuengine.outputs import (
+    EngineOutput,
+    FinishReason,
+    RequestDelta,
+    SequenceDelta,
+    TokenLogprobs,
+    TokenOutput,
+)
 from cuengine.sampling_params import BeamSearchParams, RequestParams, SamplingParams
 
 

@@ -1,4 +1,5 @@
-"""What a caller of the engine gets: deltas while a request runs, a RequestOutput in the end.
+"""What comes of a request. The engine gives tokens, step by step; its caller gets them with text:
+deltas while the request runs, a RequestOutput in the end.
 
 Names follow vLLM's outputs. Text and log-probabilities are attached by output_processor.py.
 """
@@ -26,6 +27,36 @@ class Logprob:
 
 TokenLogprobs = dict[int, Logprob]
 """Token id -> Logprob at one position: the chosen token first, then the most likely ones."""
+
+
+@dataclass(slots=True)
+class TokenOutput:
+    """One new token of one sample; logprobs where asked for (or needed to rank `best_of`).
+
+    complete  the sample ends with it, and it belongs to the text: its grammar allows no more
+    score     of a text that beam search found, with its last token
+    """
+
+    index: int
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    complete: bool = False
+    score: float | None = None
+
+
+@dataclass(slots=True)
+class EngineOutput:
+    """One step's news of a request; prompt_logprobs with the first token only.
+
+    What beam search found comes all at once, in the end.
+    """
+
+    request_id: str
+    tokens: list[TokenOutput] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
 
 
 @dataclass(slots=True)

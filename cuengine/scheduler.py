@@ -151,6 +151,21 @@ class Scheduler:
         request.sequences.append(sequence)
         insort(self.waiting, sequence, key=_order)
 
+    def resume(self, request: Request, outputs: list[list[int] | None]) -> None:
+        """Add a request whose samples have tokens already; None: the sample has ended.
+
+        They are as after a preemption, each on its own.
+        """
+        for index, output in enumerate(outputs):
+            sequence = Sequence(request, index, BlockTable(self.pool))
+            sequence.width = 1
+            request.sequences.append(sequence)
+            if output is None:
+                sequence.status = SequenceStatus.FINISHED
+            else:
+                sequence.token_ids.extend(output)
+                insort(self.waiting, sequence, key=_order)
+
     def has_unfinished(self) -> bool:
         return bool(self.running or self.waiting)
 

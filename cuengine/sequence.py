@@ -32,6 +32,18 @@ class SequenceStatus(Enum):
     FINISHED = auto()
 
 
+@dataclass(slots=True)
+class Progress:
+    """What a request had got when its engine ended: at least one token for each of its samples.
+
+    outputs            the tokens of each sample; None for one that is finished
+    num_cached_tokens  prompt tokens that were found in the prefix cache
+    """
+
+    outputs: list[list[int] | None]
+    num_cached_tokens: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A request and its samples.
@@ -83,6 +95,12 @@ class Request:
         """Some of the prompt's log-probabilities are still to be computed."""
         asked = self.params.prompt_logprobs is not None
         return asked and len(self.prompt_logprobs) < len(self.prompt_token_ids)
+
+    def resume_from(self, progress: Progress) -> None:
+        """The prompt has been through before: it is neither reported nor counted again."""
+        self.num_cached_tokens = progress.num_cached_tokens
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(self.prompt_token_ids)
 
     @property
     def finished(self) -> bool:

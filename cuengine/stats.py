@@ -5,7 +5,8 @@ Latencies (TTFT, TPOT) are observed where the tokens are handed out, not here.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 
 @dataclass(slots=True)
@@ -47,3 +48,42 @@ class EngineStats:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_accepted_tokens_per_pos: tuple[int, ...] = ()
+
+    def after_the_end(self) -> EngineStats:
+        """When this engine is gone: nothing runs, and no block is used."""
+        return replace(
+            self,
+            num_running=0,
+            num_waiting=0,
+            num_free_blocks=self.num_blocks,
+            num_used_blocks=0,
+            num_cached_blocks=0,
+        )
+
+    def following(self, earlier: EngineStats) -> EngineStats:
+        """These, with totals counted from the start of an engine that was before."""
+        totals = {name: getattr(self, name) + getattr(earlier, name) for name in TOTALS}
+        steps = self.num_steps + earlier.num_steps
+        sequences = self.mean_batch * self.num_steps + earlier.mean_batch * earlier.num_steps
+        mine, before = self.num_accepted_tokens_per_pos, earlier.num_accepted_tokens_per_pos
+        return replace(
+            self,
+            mean_batch=sequences / max(1, steps),
+            num_accepted_tokens_per_pos=tuple(map(sum, zip_longest(mine, before, fillvalue=0))),
+            **totals,
+        )
+
+
+TOTALS = (
+    "prefix_queries",
+    "prefix_hits",
+    "num_preemptions",
+    "num_swaps",
+    "num_steps",
+    "prompt_tokens",
+    "generation_tokens",
+    "num_drafts",
+    "num_draft_tokens",
+    "num_accepted_tokens",
+)
+"""Names of the figures that only grow."""

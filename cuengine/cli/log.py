@@ -20,8 +20,10 @@ class JsonLines(logging.Formatter):
             "message": record.getMessage(),
             **getattr(record, "fields", {}),
         }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+        if record.exc_info and not record.exc_text:
+            record.exc_text = self.formatException(record.exc_info)
+        if record.exc_text:  # of the engine's process there is only the text
+            line["exception"] = record.exc_text
         return json.dumps(line, ensure_ascii=False)
 
 

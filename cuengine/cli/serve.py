@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
 
     listening = listen(settings)  # an address in use shows now, not after the model is loaded
     try:
-        name, engine = build_engine(engine_config(args))
+        name, engine = build_engine(engine_config(args), step_timeout=args.step_timeout)
         if not settings.served_model_names:
             settings = dataclasses.replace(settings, served_model_names=(name,))
         run_server(engine, settings, listening)

@@ -6,6 +6,7 @@ import argparse
 
 from cuengine.api.settings import TOOL_CALL_FORMATS, ServerSettings
 from cuengine.cli.values import memory_size, port
+from cuengine.config import STEP_TIMEOUT
 
 _DEFAULT = ServerSettings()
 
@@ -112,6 +113,14 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         type=float,
         metavar="SECONDS",
         help="what the engine is given for one request (default: no limit)",
+    )
+    group.add_argument(
+        "--step-timeout",
+        type=float,
+        metavar="SECONDS",
+        default=STEP_TIMEOUT,
+        help="a step of the engine that takes longer hangs, and the engine is started again; "
+        "0: never (%(default)g)",
     )
     group.add_argument(
         "--drain-timeout",

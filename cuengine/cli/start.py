@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
 import time
@@ -37,12 +36,9 @@ def model_folder(config: EngineConfig) -> tuple[str, Path]:
     return files.name, folder
 
 
-def build_engine(config: EngineConfig) -> tuple[str, AsyncEngine]:
+def build_engine(config: EngineConfig, **settings: float) -> tuple[str, AsyncEngine]:
     """The model's own name and an engine that only has to be started. ModelError, ConfigError."""
-    name, folder = model_folder(config)
-
     from cuengine.async_engine import AsyncEngine
 
-    return name, AsyncEngine.from_config(
-        dataclasses.replace(config, model=str(folder), revision=None)
-    )
+    engine = AsyncEngine.from_config(config, **settings)
+    return engine.model_name, engine

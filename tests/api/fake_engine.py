@@ -106,6 +106,8 @@ class FakeEngine:
     started: int = 0
     stopped: int = 0
     failed: bool = False
+    restarting: bool = False
+    num_restarts: int = 0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
     chat_template: FakeTemplate | None = field(default_factory=FakeTemplate)

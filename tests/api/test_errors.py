@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import Serve, Served, raw_request
 
-from cuengine.errors import EngineStoppedError
+from cuengine.errors import EngineDiedError, EngineStoppedError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -191,9 +191,28 @@ async def test_a_stopped_engine_is_503_with_retry_after(serve: Serve) -> None:
 
 async def test_a_failed_engine_shows_in_health(serve: Serve) -> None:
     served = await serve()
-    assert (await served.get("/health"))[0] == 200
+    assert await served.get("/health") == (200, {"status": "ok"})
     served.engine.failed = True
     assert (await served.get("/health"))[0] == 503
+
+
+async def test_while_the_engine_is_started_again_the_server_is_alive_but_not_ready(
+    serve: Serve,
+) -> None:
+    served = await serve()
+    served.engine.restarting = True
+    assert await served.get("/health") == (200, {"status": "restarting"})
+    status, answer = await served.get("/ready")
+    assert (status, answer["error"]["code"]) == (503, "engine_restarting")
+    served.engine.restarting = False
+    assert await served.get("/ready") == (200, {"status": "ok"})
+
+
+async def test_a_request_that_the_engine_dies_of_is_500_and_says_so(serve: Serve) -> None:
+    served = await serve(FakeEngine(error=EngineDiedError("it died of this request")))
+    status, error = await served.error(CHAT, HI)
+    assert (status, error["code"], error["type"]) == (500, "engine_died", "server_error")
+    assert error["message"] == "it died of this request"
 
 
 async def test_unknown_fields_are_ignored_and_logged_once(

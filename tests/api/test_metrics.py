@@ -25,8 +25,9 @@ async def test_the_engines_figures_are_shown(serve: Serve) -> None:
         num_cached_blocks=7, prefix_queries=100, prefix_hits=64, num_preemptions=5, num_swaps=2,
         num_steps=9, prompt_tokens=120, generation_tokens=80,
     )  # fmt: skip
-    samples = await _samples(await serve(FakeEngine(figures=figures)))
+    samples = await _samples(await serve(FakeEngine(figures=figures, num_restarts=4)))
     expected = {
+        "cuengine_engine_restarts_total": 4,
         "cuengine_requests_running": 2, "cuengine_requests_waiting": 3, "cuengine_kv_blocks": 40,
         "cuengine_kv_blocks_free": 30, "cuengine_kv_blocks_used": 10,
         "cuengine_kv_blocks_cached": 7, "cuengine_kv_cache_usage_ratio": 0.25,

@@ -6,7 +6,6 @@ import asyncio
 import importlib.util
 import random
 import re
-import threading
 from collections.abc import AsyncIterator, Callable
 from functools import cache
 from pathlib import Path
@@ -14,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from engine_control import Control
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -303,7 +303,7 @@ def test_without_a_tokenizer_there_is_no_grammar(tiny_chat_model: Path) -> None:
 
 
 @pytest.fixture
-async def engine(tiny_chat_model: Path) -> AsyncIterator[AsyncEngine]:
+async def engine(tiny_chat_model: Path, control: Control) -> AsyncIterator[AsyncEngine]:
     engine = AsyncEngine.from_config(EngineConfig(model=str(tiny_chat_model), **SETTINGS))
     yield engine
     await engine.stop()
@@ -312,17 +312,17 @@ async def engine(tiny_chat_model: Path) -> AsyncIterator[AsyncEngine]:
 class SlowCompiler:
     """Compiling takes until it is released; `started` counts."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self.inner = engine._engine.compile_grammar
-        self.release = threading.Event()
-        self.started = 0
-        engine._engine.compile_grammar = self  # type: ignore[method-assign, assignment]
+    def __init__(self, control: Control) -> None:
+        self.control = control
+        control.set("slow")
 
-    def __call__(self, params: SamplingParams) -> Any:
-        if params.structured_outputs is not None:
-            self.started += 1
-            assert self.release.wait(30)
-        return self.inner(params)
+    def release(self) -> None:
+        self.control.unset("slow")
+
+    @property
+    def started(self) -> int:
+        file = self.control.folder / "compiling"
+        return file.stat().st_size if file.exists() else 0
 
 
 async def text_of(
@@ -347,16 +347,18 @@ def idle(engine: AsyncEngine) -> bool:
     return nobody and stats.num_free_blocks == stats.num_blocks
 
 
-async def test_other_streams_go_on_while_a_grammar_is_compiled(engine: AsyncEngine) -> None:
-    slow = SlowCompiler(engine)
+async def test_other_streams_go_on_while_a_grammar_is_compiled(
+    engine: AsyncEngine, control: Control
+) -> None:
+    slow = SlowCompiler(control)
     waiting = asyncio.create_task(text_of(engine, "slow", asking(regex="abc")))
     await until(lambda: slow.started == 1)
     for i in range(3):
         await text_of(engine, f"other{i}", asking(max_tokens=5))
     assert not waiting.done()
-    slow.release.set()
+    slow.release()
     assert await waiting == ("abc", "stop")
-    assert idle(engine)
+    await until(lambda: idle(engine))
 
 
 async def test_a_bad_demand_raises_with_the_first_delta(engine: AsyncEngine) -> None:
@@ -367,41 +369,44 @@ async def test_a_bad_demand_raises_with_the_first_delta(engine: AsyncEngine) -> 
     assert await text_of(engine, "r", asking(regex="a")) == ("a", "stop")
 
 
-async def test_an_abort_while_the_grammar_is_compiled_ends_the_stream(engine: AsyncEngine) -> None:
-    slow = SlowCompiler(engine)
+async def test_an_abort_while_the_grammar_is_compiled_ends_the_stream(
+    engine: AsyncEngine, control: Control
+) -> None:
+    slow = SlowCompiler(control)
     waiting = asyncio.create_task(text_of(engine, "r", asking(regex="abc", n=2)))
     await until(lambda: slow.started == 1)
     await engine.abort("r")
-    slow.release.set()
+    slow.release()
     assert await waiting == ("", "abort")
     assert await text_of(engine, "r", asking(regex="a")) == ("a", "stop")
-    assert idle(engine)
+    await until(lambda: idle(engine))
 
 
 async def test_a_reader_that_leaves_while_the_grammar_is_compiled_leaves_nothing(
-    engine: AsyncEngine,
+    engine: AsyncEngine, control: Control
 ) -> None:
-    slow = SlowCompiler(engine)
+    slow = SlowCompiler(control)
     waiting = asyncio.create_task(text_of(engine, "r", asking(regex="abc")))
     await until(lambda: slow.started == 1)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    slow.release.set()
+    slow.release()
     assert await text_of(engine, "r", asking(regex="a")) == ("a", "stop")
-    assert not engine._compiling
-    assert idle(engine)
+    await until(lambda: idle(engine))
 
 
-async def test_draining_waits_for_a_grammar_and_stopping_does_not(engine: AsyncEngine) -> None:
-    slow = SlowCompiler(engine)
+async def test_draining_waits_for_a_grammar_and_stopping_does_not(
+    engine: AsyncEngine, control: Control
+) -> None:
+    slow = SlowCompiler(control)
     first = asyncio.create_task(text_of(engine, "r", asking(regex="abc")))
     await until(lambda: slow.started == 1)
     draining = asyncio.create_task(engine.drain())
     await asyncio.sleep(0)
     assert not draining.done()
     await engine.stop()
-    slow.release.set()
+    slow.release()
     with pytest.raises(EngineStoppedError):
         await first
     await draining
@@ -418,4 +423,4 @@ async def test_aborts_in_the_middle_of_answers_leave_the_pool_whole(engine: Asyn
 
     await asyncio.gather(*(one(i) for i in range(24)))
     await until(lambda: idle(engine))
-    assert not engine._engine._requests
+    assert not engine._by_key

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from cuengine.batch import Batch, Int32, SamplerOutput, SamplingBatch
 from cuengine.config import EngineConfig
 from cuengine.draft_model import DraftModelProposer
-from cuengine.engine import Engine, EngineOutput, LoadedModel
+from cuengine.engine import Engine, LoadedModel
+from cuengine.outputs import EngineOutput
 from cuengine.sampling_params import SamplingParams
 from cuengine.scheduler import Chunk, Step
 from cuengine.sequence import Sequence

@@ -27,8 +27,10 @@ from checksum_model import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuengine.engine import EngineOutput
+from cuengine.engine import Engine
+from cuengine.outputs import EngineOutput
 from cuengine.sampling_params import SamplingParams
+from cuengine.sequence import Progress
 from cuengine.speculation import Proposer
 
 
@@ -91,6 +93,7 @@ def jobs(draw: st.DrawFn) -> Job:
     guesses=st.none() | st.lists(st.integers(0, 5), min_size=1, max_size=4) | st.just("model"),
     num_draft_tokens=st.integers(1, 5),
     switched=st.just([True]) | st.lists(st.booleans(), min_size=2, max_size=20),
+    deaths=st.sets(st.integers(0, 40), max_size=3),
 )
 def test_every_request_gets_the_tokens_it_would_get_alone(
     work: list[Job],
@@ -103,26 +106,37 @@ def test_every_request_gets_the_tokens_it_would_get_alone(
     guesses: list[int] | Literal["model"] | None,
     num_draft_tokens: int,
     switched: list[bool],
+    deaths: set[int],
 ):
-    proposer: Proposer | None = None
-    if guesses == "model":
-        proposer = draft_model(ChecksumModel(), budget)
-    elif guesses is not None:
-        proposer = Guesser(guesses)
-    engine, model = make_engine(
-        num_blocks=num_blocks,
-        max_num_seqs=max_num_seqs,
-        budget=budget,
-        caching=caching,
-        overlaps=overlaps,
-        num_host_blocks=num_host_blocks,
-        proposer=None if proposer is None else Switched(proposer, switched),
-        num_draft_tokens=num_draft_tokens,
-    )
+    """deaths: when the engine is lost, and another one takes over with what everybody has got."""
+
+    def new_engine() -> tuple[Engine, ChecksumModel]:
+        proposer: Proposer | None = None
+        if guesses == "model":
+            proposer = draft_model(ChecksumModel(), budget)
+        elif guesses is not None:
+            proposer = Guesser(guesses)
+        return make_engine(
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            budget=budget,
+            caching=caching,
+            overlaps=overlaps,
+            num_host_blocks=num_host_blocks,
+            proposer=None if proposer is None else Switched(proposer, switched),
+            num_draft_tokens=num_draft_tokens,
+        )
+
+    engine, model = new_engine()
     outputs = Outputs()
     prompt_logprobs = {}
     cut: set[tuple[str, int]] = set()
     for now in range(5000):
+        if now in deaths:
+            engine, model = new_engine()
+            for name, job in enumerate(work):
+                if job.arrives < now and (job.aborted is None or job.arrives + job.aborted >= now):
+                    resubmit(engine, str(name), job, outputs)
         for name, job in enumerate(work):
             if job.arrives == now:
                 engine.add_request(
@@ -168,6 +182,43 @@ def test_every_request_gets_the_tokens_it_would_get_alone(
             assert reported == pytest.approx(
                 [logprob(job.prompt[:i], job.prompt[i]) for i in range(1, len(job.prompt))]
             )
+
+
+def resubmit(engine: Engine, name: str, job: Job, outputs: Outputs) -> None:
+    """Add a request to a new engine with the tokens that it has, unless it is through."""
+    so_far: list[list[int] | None] = []
+    for sample in range(job.params.n):
+        tokens = outputs.tokens.get((name, sample), [])
+        ended = (name, sample) in outputs.reasons or len(tokens) == job.cut
+        so_far.append(None if ended else tokens)
+    if any(output is not None for output in so_far):
+        engine.add_request(
+            name,
+            job.prompt,
+            job.params,
+            priority=job.priority,
+            cache_salt=job.salt,
+            progress=None if so_far[0] == [] else Progress(so_far, num_cached_tokens=3),
+        )
+
+
+def test_a_request_that_goes_on_counts_and_reports_its_prompt_no_second_time():
+    engine, _ = make_engine()
+    params = greedy(n=2, max_tokens=6, prompt_logprobs=0)
+    expected = [expected_output([1, 2, 3], params, sample) for sample in range(2)]
+    engine.add_request(
+        "r", [1, 2, 3], params, progress=Progress([expected[0][:2], expected[1][:3]], 2)
+    )
+    tokens: dict[int, list[int]] = {0: [], 1: []}
+    while engine.has_unfinished():
+        for output in engine.step():
+            assert output.prompt_logprobs is None
+            assert output.num_cached_tokens == 2
+            for token in output.tokens:
+                tokens[token.index].append(token.token_id)
+    assert tokens == {0: expected[0][2:], 1: expected[1][3:]}
+    assert engine.stats().prompt_tokens == 0
+    assert_whole(engine)
 
 
 def test_the_next_step_is_launched_before_the_tokens_of_this_one_are_fetched():

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 import pytest
 
 from cuengine.detokenizer import TextRules
-from cuengine.engine import EngineOutput, TokenOutput
 from cuengine.errors import RequestError
 from cuengine.output_processor import OutputProcessor
-from cuengine.outputs import Logprob, RequestDelta, SequenceDelta
+from cuengine.outputs import EngineOutput, Logprob, RequestDelta, SequenceDelta, TokenOutput
 from cuengine.sampling_params import SamplingParams
 
 EOS = 0

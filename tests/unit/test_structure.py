@@ -17,7 +17,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"cuengine": "cuengine", "model": "cuengine.model", "api": "cuengine.api"}
 
-ASSEMBLY = {"cuengine.engine", "cuengine.loading", "cuengine.llm", "cuengine.async_engine"}
+ASSEMBLY = {
+    "cuengine.engine",
+    "cuengine.loading",
+    "cuengine.text_side",
+    "cuengine.llm",
+    "cuengine.async_engine",
+}
 """Modules in cuengine/ that put the parts together and so know models; all others are core."""
 
 API_USES = {
@@ -228,6 +234,13 @@ def loaded_by(statement: str) -> set[str]:
     command = [sys.executable, "-P", "-c", script]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     return set(output.split())
+
+
+def test_the_servers_process_loads_neither_numpy_nor_the_engine():
+    loaded = loaded_by("import cuengine.async_engine, cuengine.api.server")
+    unwanted = ("numpy", "numba", "cupy", "cuengine.engine", "cuengine.scheduler")
+    assert not [name for name in loaded if within(name, *unwanted)]
+    assert "cuengine.engine_link" in loaded
 
 
 def test_importing_cuengine_loads_nothing_heavy():

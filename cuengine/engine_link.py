@@ -1,0 +1,178 @@
+"""One engine process as the server sees it: started, loaded, talked to, ended.
+
+What the process does is in engine_process.py; when one is started, and why, in async_engine.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+from cuengine.config import EngineConfig
+from cuengine.errors import ConfigError, EngineStoppedError, ModelError
+from cuengine.wire import (
+    Command,
+    FrameReader,
+    LoadFailed,
+    Log,
+    Ready,
+    Report,
+    Start,
+    WireError,
+    frame,
+)
+
+logger = logging.getLogger("cuengine")
+
+# -P: the engine is what is installed, whatever lies in the working folder.
+COMMAND = [sys.executable, "-P", "-m", "cuengine.engine_process"]
+
+_LOAD_ERRORS = {"ModelError": ModelError, "ConfigError": ConfigError}
+_SECONDS_TO_END = 5.0
+
+
+class EngineLink:
+    """A process that was started and waits to be told what to load.
+
+    pid       of the process
+    attached  commands can be sent, and reports come
+    """
+
+    def __init__(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [*COMMAND, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+            )
+        self.pid = self._process.pid
+        self._reader: FrameReader[Report] = FrameReader(Report)
+        self._transport: asyncio.Transport | None = None
+        self.attached = False
+
+    def start(self, config: EngineConfig) -> None:
+        """Have the engine loaded; log records come as far as they are wanted here."""
+        levels = {name: logging.getLogger(name).getEffectiveLevel() for name in ("", "cuengine")}
+        with suppress(OSError):  # it has ended already, which `wait_ready` will say
+            self._socket.sendall(frame(Start(config, levels)))
+
+    def wait_ready(self) -> Ready:
+        """Wait, in the calling thread, until the engine is loaded.
+
+        Raises ModelError and ConfigError as loading did, EngineStoppedError where it has ended.
+        """
+        while data := self._receive():
+            for report in self._reader.feed(data):
+                match report:
+                    case Log():
+                        _handle(report)
+                    case Ready():
+                        return report
+                    case LoadFailed():
+                        raise _LOAD_ERRORS[report.error](report.message)
+        raise EngineStoppedError(
+            f"The engine's process {self.wait_ended()} while the engine was loaded"
+        )
+
+    def _receive(self) -> bytes:
+        try:
+            return self._socket.recv(1 << 16)
+        except OSError:
+            return b""
+
+    async def attach(
+        self, on_report: Callable[[Report], None], on_lost: Callable[[], None]
+    ) -> None:
+        """From now on reports go to the running loop, which hears of the process's end, too."""
+        await asyncio.get_running_loop().create_unix_connection(
+            lambda: _Protocol(self, self._reader, on_report, on_lost), sock=self._socket
+        )
+
+    def send(self, command: Command) -> None:
+        """Raises WireError for a command that cannot be encoded. The process may have ended."""
+        assert self._transport is not None, "nobody has attached it"
+        self._transport.write(frame(command))
+
+    def kill(self) -> None:
+        """End the process, whatever it does; nothing more is heard of it."""
+        self._process.kill()
+
+    def wait_ended(self) -> str:
+        """Wait, in the calling thread, for a process that is about to end; says how it did."""
+        try:
+            status = self._process.wait(_SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            status = self._process.wait()
+        if status < 0:
+            return f"was ended by {signal.Signals(-status).name}"
+        return f"ended with status {status}"
+
+    def close(self) -> None:
+        """Hang up, at which the process ends. May be called at any time, and more than once."""
+        if self._transport is not None:
+            self._transport.abort()
+        with suppress(OSError):  # a thread may be in `wait_ready`
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class _Protocol(asyncio.Protocol):
+    def __init__(
+        self,
+        link: EngineLink,
+        reader: FrameReader[Report],
+        on_report: Callable[[Report], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._link = link
+        self._reader = reader
+        self._on_report = on_report
+        self._on_lost = on_lost
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._link._transport = transport
+        self._link.attached = True
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            reports = self._reader.feed(data)
+        except WireError as error:
+            logger.error("The engine's process cannot be understood: %s", error)
+            self._link.kill()
+            return
+        for report in reports:
+            if isinstance(report, Log):
+                _handle(report)
+            else:
+                self._on_report(report)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._link.attached = False
+        self._on_lost()
+
+
+def _handle(log: Log) -> None:
+    """Log what the engine's process did."""
+    to = logging.getLogger(log.logger)
+    if to.isEnabledFor(log.level):
+        record = logging.makeLogRecord(
+            {
+                "name": log.logger,
+                "levelno": log.level,
+                "levelname": logging.getLevelName(log.level),
+                "msg": log.message,
+                "created": log.created,
+                "exc_text": log.exception,
+            }
+        )
+        to.handle(record)

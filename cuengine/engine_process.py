@@ -1,0 +1,235 @@
+"""The process that the engine runs in: loads it, obeys the server, reports what comes of it.
+
+Started by engine_link.py, with its end of a socket pair as a number on the command line. Only this
+process touches a GPU. It ends when a step fails, as nobody can know what state the device is in
+then; and when the server has gone, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from cuengine.engine import Engine
+from cuengine.errors import ConfigError, ModelError, RequestError
+from cuengine.grammar import Grammar
+from cuengine.scheduler import Chunk
+from cuengine.wire import (
+    Abort,
+    Add,
+    AddBeams,
+    Admitted,
+    Command,
+    FinishSample,
+    FrameReader,
+    Launching,
+    LoadFailed,
+    Log,
+    News,
+    Ready,
+    Report,
+    Start,
+    WireError,
+    frame,
+)
+
+logger = logging.getLogger("cuengine")
+
+GRAMMAR_THREADS = 2
+
+
+@dataclass(slots=True)
+class Compiled:
+    """What came of a request's grammar, or the error that came of it."""
+
+    request: Add
+    result: Grammar | Exception | None
+
+
+Order = Command | Compiled
+"""What the loop is to do: the server's commands, and what its own threads have ready."""
+
+
+class Connection:
+    """The socket to the server. A thread reads it, so that its end is noticed at any time."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._peer = peer
+        self._sending = threading.Lock()
+        self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="cuengine-commands", daemon=True).start()
+
+    def send(self, report: Report) -> None:
+        data = frame(report)
+        try:
+            with self._sending:
+                self._peer.sendall(data)
+        except OSError:
+            os._exit(0)  # the server has gone
+
+    def put(self, order: Order) -> None:
+        """Have the loop do something, from any thread."""
+        self._orders.put(order)
+
+    def receive(self, *, wait: bool) -> Order | None:
+        """What to do next; None where there is nothing, and nobody wants to wait for it."""
+        try:
+            return self._orders.get(block=wait)
+        except queue.Empty:
+            return None
+
+    def _read(self) -> None:
+        reader: FrameReader[Command] = FrameReader(Command)
+        status = 0
+        try:
+            while data := self._peer.recv(1 << 16):
+                for command in reader.feed(data):
+                    self._orders.put(command)
+        except WireError as error:
+            print(f"cuengine: the engine cannot read its commands: {error}", file=sys.stderr)
+            status = 1
+        except OSError:
+            pass
+        os._exit(status)
+
+
+class LogHandler(logging.Handler):
+    """Hands log records to the server, whose settings say how they look."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self._connection = connection
+        self._formatter = logging.Formatter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        exception = record.exc_info and self._formatter.formatException(record.exc_info)
+        self._connection.send(
+            Log(record.name, record.levelno, record.getMessage(), record.created, exception or None)
+        )
+
+
+class Loop:
+    """Steps while there is work, and does what comes in between two steps.
+
+    running    keys of the requests in the last step, as the server knows them
+    compiling  keys of requests that wait for their grammar
+    """
+
+    def __init__(self, engine: Engine, connection: Connection) -> None:
+        self._engine = engine
+        self._connection = connection
+        self._running: set[str] = set()
+        self._compiling: set[str] = set()
+        self._threads = ThreadPoolExecutor(GRAMMAR_THREADS, "cuengine-grammar")
+        engine.before_launch = self._announce
+
+    def run(self) -> None:
+        """Never returns. Passes on whatever a step raises."""
+        engine = self._engine
+        num_steps = 0
+        while True:
+            obeyed = False
+            while True:
+                wait = not obeyed and not engine.has_unfinished()
+                order = self._connection.receive(wait=wait)
+                if order is None:
+                    break
+                self._obey(order)
+                obeyed = True
+            outputs = engine.step()
+            if outputs or obeyed or engine.num_completed_steps != num_steps:
+                num_steps = engine.num_completed_steps
+                self._connection.send(News(outputs, engine.stats(), num_steps))
+
+    def _announce(self, chunks: list[Chunk]) -> None:
+        """Let the server know who will have run if the step is the last."""
+        keys = {chunk.sequence.request.request_id for chunk in chunks}
+        if keys != self._running:
+            self._running = keys
+            step = self._engine.stats().num_steps + 1
+            self._connection.send(Launching(step, sorted(keys)))
+
+    def _obey(self, order: Order) -> None:
+        match order:
+            case Add() if order.params.structured_outputs is not None:
+                self._compiling.add(order.key)
+                self._threads.submit(self._compile, order)
+            case Add() | AddBeams():
+                self._admit(order, None)
+            case Compiled():
+                if order.request.key in self._compiling:
+                    self._compiling.remove(order.request.key)
+                    self._admit(order.request, order.result)
+            case FinishSample():
+                self._engine.finish_sequence(order.key, order.index)
+            case Abort():
+                self._compiling.discard(order.key)
+                self._engine.abort(order.key)
+            case Start():
+                raise WireError("the engine has been started before")
+
+    def _compile(self, request: Add) -> None:
+        """On a thread: however long it takes, no step waits for it."""
+        result: Grammar | Exception | None
+        try:
+            result = self._engine.compile_grammar(request.params)
+        except Exception as error:
+            result = error
+        self._connection.put(Compiled(request, result))
+
+    def _admit(self, request: Add | AddBeams, grammar: Grammar | Exception | None) -> None:
+        try:
+            if isinstance(grammar, Exception):
+                raise grammar
+            self._engine.add_request(
+                request.key,
+                request.prompt_token_ids,
+                request.params,
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                grammar=grammar,
+                progress=request.progress if isinstance(request, Add) else None,
+            )
+        except RequestError as error:
+            self._connection.send(Admitted(request.key, str(error), error.param, error.code))
+        else:
+            self._connection.send(Admitted(request.key))
+
+
+def main() -> int:
+    # Ctrl-C and a service manager's SIGTERM reach all processes; the server decides what they mean.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
+    connection = Connection(socket.socket(fileno=int(sys.argv[1])))
+    start = connection.receive(wait=True)
+    assert isinstance(start, Start)
+    logging.getLogger().addHandler(LogHandler(connection))
+    for name, level in start.log_levels.items():
+        logging.getLogger(name).setLevel(level)
+    try:
+        engine = Engine.from_config(start.config)
+    except (ModelError, ConfigError) as error:
+        connection.send(LoadFailed(type(error).__name__, str(error)))
+        return 1
+    connection.send(Ready(engine.max_model_len, engine.pool.num_blocks, engine.model.vocab_size))
+    try:
+        Loop(engine, connection).run()
+    except Exception:
+        logger.exception("The engine failed")
+    return 1
+
+
+if __name__ == "__main__":
+    code = main()
+    # Whatever else may still run here is of no use to anybody.
+    sys.stderr.flush()
+    os._exit(code)
