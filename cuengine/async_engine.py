@@ -5,24 +5,23 @@ engine drew meanwhile is dropped. So are validation, seeds, and what every sampl
 With that, when the process dies, another one goes on where it was: the same tokens would have come
 next. Which request must not, suspicion.py says.
 
-Loading is in loading.py, the process in engine_link.py and engine_process.py.
+The process is kept by engine_keeper.py, what is known of a request by flights.py. What happens in
+the process is in engine_process.py.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import itertools
 import json
 import logging
 import random
-from collections import deque
-from collections.abc import AsyncGenerator, Coroutine
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator
+from typing import TYPE_CHECKING
 
 from cuengine.admission import Limits
 from cuengine.config import STEP_TIMEOUT, EngineConfig
+from cuengine.engine_keeper import EngineKeeper
 from cuengine.engine_link import EngineLink
 from cuengine.errors import (
     ConfigError,
@@ -31,25 +30,14 @@ from cuengine.errors import (
     EngineStoppedError,
     RequestError,
 )
+from cuengine.flights import Flight, Roster, Stream
 from cuengine.output_processor import OutputProcessor
-from cuengine.outputs import EngineOutput, RequestDelta
-from cuengine.sampling_params import BeamSearchParams, RequestParams, SamplingParams
-from cuengine.sequence import Progress
+from cuengine.outputs import RequestDelta
+from cuengine.sampling_params import RequestParams, SamplingParams
 from cuengine.stats import EngineStats
 from cuengine.suspicion import Suspicion
 from cuengine.text_side import TextSide, load_text_side
-from cuengine.wire import (
-    Abort,
-    Add,
-    AddBeams,
-    Admitted,
-    FinishSample,
-    Launching,
-    News,
-    Ready,
-    Report,
-    WireError,
-)
+from cuengine.wire import Abort, Admitted, FinishSample, Launching, News, Ready, Report, WireError
 
 if TYPE_CHECKING:
     from cuengine.model.chat_template import ChatTemplate
@@ -59,64 +47,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("cuengine")
 
-PAUSES = (0.0, 2.0, 10.0)
-"""Seconds before each try to load the engine again; after the last it has failed for good."""
-
-Stream = asyncio.Queue[RequestDelta | CuengineError]
-
-
-@dataclass(slots=True, eq=False)
-class _Flight:
-    """A request from its submission until its reader has left.
-
-    outputs   what the engine drew for each sample (not of a beam search); None for a finished one
-    key       names it in the process that runs; None while it has to wait
-    admitted  that process has it in its queue
-    over      nothing more will come
-    """
-
-    request_id: str
-    prompt_token_ids: list[int]
-    params: RequestParams
-    priority: int
-    cache_salt: str | None
-    outputs: list[list[int] | None]
-    stream: Stream
-    num_cached_tokens: int = 0
-    key: str | None = None
-    admitted: bool = False
-    over: bool = False
-
-    def record(self, output: EngineOutput) -> None:
-        if isinstance(self.params, BeamSearchParams):
-            return  # it comes all at once, and that is its end
-        if not any(self.outputs):
-            self.num_cached_tokens = output.num_cached_tokens
-        for token in output.tokens:
-            tokens = self.outputs[token.index]
-            if tokens is not None:
-                tokens.append(token.token_id)
-            if token.finish_reason is not None:
-                self.outputs[token.index] = None
-
-    def add(self, key: str) -> Add | AddBeams:
-        """What has the engine begin with it, or go on."""
-        params, salt = self.params, self.cache_salt
-        if isinstance(params, BeamSearchParams):
-            return AddBeams(key, self.prompt_token_ids, params, self.priority, salt)
-        progress = None
-        if any(tokens is None or tokens for tokens in self.outputs):
-            progress = Progress(self.outputs, self.num_cached_tokens)
-        return Add(key, self.prompt_token_ids, params, self.priority, salt, progress)
-
 
 class AsyncEngine:
-    """An Engine in a process of its own; all coroutines run on the loop that first awaited one.
-
-    failed        the engine could not be loaded again: nothing runs any more
-    restarting    it died, and another one is being loaded; requests wait
-    num_restarts  times that it died
-    """
+    """An Engine in a process of its own; all coroutines run on the loop that first awaited one."""
 
     def __init__(
         self,
@@ -133,35 +66,26 @@ class AsyncEngine:
         self.tokenizer: Tokenizer | None = text.tokenizer
         self.chat_template: ChatTemplate | None = text.chat_template
         self.generation_defaults: GenerationDefaults = text.generation_defaults
-        self.failed = False
-        self.num_restarts = 0
+        self._limits = Limits(ready.max_model_len, config.max_num_seqs, ready.vocab_size)
+        self._processor = OutputProcessor(text.tokenizer, self._finish_sample)
+        self._seeds = random.Random(config.seed)
         # What was promised to requests must hold for each engine that comes after this one.
-        self._engine_config = dataclasses.replace(
+        lasting = dataclasses.replace(
             config,
             model=str(text.folder),
             revision=None,
             max_model_len=ready.max_model_len,
             num_blocks=ready.num_blocks,
         )
-        self._limits = Limits(ready.max_model_len, config.max_num_seqs, ready.vocab_size)
-        self._processor = OutputProcessor(text.tokenizer, self._finish_sample)
-        self._seeds = random.Random(config.seed)
-        self._step_timeout = step_timeout
-        self._link = link
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._stopping = False
+        self._keeper = EngineKeeper(link, lasting, step_timeout, self)
+        self._started = False
         # Requests with a reader, and whether new ones are taken.
-        self._flights: dict[str, _Flight] = {}
+        self._flights: dict[str, Flight] = {}
         self._accepting = True
         self._idle = asyncio.Event()
         self._idle.set()
-        # What the process that runs has, and does.
-        self._keys = map(str, itertools.count())
-        self._by_key: dict[str, _Flight] = {}
-        self._launches: deque[Launching] = deque()
-        self._num_steps = 0
-        self._last_news = 0.0
+        # What the engine that runs has, what it says of itself, and what speaks against whom.
+        self._roster = Roster()
         self._stats = self._earlier_stats = EngineStats(
             num_blocks=ready.num_blocks, num_free_blocks=ready.num_blocks
         )
@@ -186,20 +110,35 @@ class AsyncEngine:
             text = load_text_side(config, found=link.start)
             return cls(config, text, link, link.wait_ready(), step_timeout)
         except BaseException:
+            link.kill()
             link.close()
             raise
 
     @property
+    def pid(self) -> int:
+        """Of the engine's process."""
+        return self._keeper.pid
+
+    @property
+    def failed(self) -> bool:
+        """The engine could not be loaded again: nothing runs any more."""
+        return self._keeper.failed
+
+    @property
     def restarting(self) -> bool:
-        return self._loop is not None and not (self._link.attached or self.failed or self._stopping)
+        """It died, and another one is being loaded; requests wait."""
+        return self._keeper.restarting
+
+    @property
+    def num_restarts(self) -> int:
+        """Times that it died."""
+        return self._keeper.num_restarts
 
     async def start(self) -> None:
         """Let the engine run, if it doesn't yet; `generate` does so by itself."""
-        if self._loop is None:
-            self._loop = asyncio.get_running_loop()
-            if self._step_timeout:
-                self._spawn_task(self._watch_steps())
-            self._spawn_task(self._attach())
+        if not self._started:
+            self._started = True
+            self._keeper.start()
 
     async def generate(
         self,
@@ -229,7 +168,7 @@ class AsyncEngine:
             params = self._portable(params)
             num_samples = params.num_samples
         stream: Stream = asyncio.Queue()
-        flight = _Flight(
+        flight = Flight(
             request_id,
             prompt_token_ids,
             params,
@@ -280,11 +219,7 @@ class AsyncEngine:
     async def stop(self) -> None:
         """End the engine's process; what still runs gets EngineStoppedError."""
         self._accepting = False
-        self._stopping = True
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        await self._ended()
+        await self._keeper.stop()
         self._fail_streams()
 
     def _why_stopped(self) -> str:
@@ -295,11 +230,6 @@ class AsyncEngine:
     def _fail_streams(self) -> None:
         for flight in self._flights.values():
             self._fail(flight, EngineStoppedError(self._why_stopped()))
-
-    def _spawn_task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     # What requests go through.
 
@@ -319,46 +249,38 @@ class AsyncEngine:
                 params = dataclasses.replace(params, structured_outputs=wanted)
         return params
 
-    def _submit(self, flight: _Flight) -> None:
+    def _submit(self, flight: Flight) -> None:
         """Hand a request over to the engine; while there is none it waits."""
-        if not self._link.attached or flight.key is not None or flight.over:
+        if not self._keeper.up or flight.key is not None or flight.over:
             return
-        if not self._by_key:
-            self._last_news = asyncio.get_running_loop().time()
-        key = next(self._keys)
+        key = self._roster.next_key()
         try:
-            self._link.send(flight.add(key))
+            self._keeper.send(flight.add(key))
         except WireError as error:
             self._fail(flight, RequestError(str(error)))
-            return
-        flight.key = key
-        self._by_key[key] = flight
+        else:
+            self._roster.put(key, flight)
 
-    def _withdraw(self, flight: _Flight) -> None:
+    def _withdraw(self, flight: Flight) -> None:
         """Take a request back from the engine, if it has it."""
         if flight.key is not None:
-            self._link.send(Abort(flight.key))
-            self._forget_key(flight)
+            self._keeper.send(Abort(flight.key))
+            self._roster.take_off(flight)
 
-    def _forget_key(self, flight: _Flight) -> None:
-        if flight.key is not None:
-            del self._by_key[flight.key]
-        flight.key, flight.admitted = None, False
-
-    def _end(self, flight: _Flight) -> None:
+    def _end(self, flight: Flight) -> None:
         """Nothing more will come of a request, which the engine does not have any more."""
         if not flight.over:
             flight.over = True
-            self._forget_key(flight)
+            self._roster.take_off(flight)
             self._processor.abort(flight.request_id)
             self._clear(flight)
 
-    def _fail(self, flight: _Flight, error: CuengineError) -> None:
+    def _fail(self, flight: Flight, error: CuengineError) -> None:
         if not flight.over:
             flight.stream.put_nowait(error)
             self._end(flight)
 
-    def _clear(self, flight: _Flight) -> None:
+    def _clear(self, flight: Flight) -> None:
         """A request has got a token, or is over: if it ran alone, it is another one's turn."""
         suspects = self._suspicion.suspects
         self._suspicion.clear(flight.request_id)
@@ -369,7 +291,7 @@ class AsyncEngine:
         """See to it that all requests run, or if there are suspects, the first of them alone."""
         suspects = self._suspicion.suspects
         if suspects:
-            for flight in list(self._by_key.values()):
+            for flight in self._roster:
                 if flight.request_id != suspects[0]:
                     self._withdraw(flight)
             self._submit(self._flights[suspects[0]])
@@ -382,38 +304,35 @@ class AsyncEngine:
         flight = self._flights[request_id]
         flight.outputs[index] = None
         if flight.key is not None:
-            self._link.send(FinishSample(flight.key, index))
+            self._keeper.send(FinishSample(flight.key, index))
 
-    # What the engine's process reports.
+    # What the keeper calls.
 
-    async def _attach(self) -> None:
-        """Talk to a process whose engine is loaded, and hand it everything that is in flight."""
-        link = self._link
-        await link.attach(self._on_report, lambda: self._on_lost(link))
+    def engine_is_up(self) -> None:
         self._submit_all()
 
-    def _on_report(self, report: Report) -> None:
-        self._last_news = asyncio.get_running_loop().time()
+    def engine_is_busy(self) -> bool:
+        return any(flight.promised for flight in self._roster)
+
+    def engine_reports(self, report: Report) -> None:
         match report:
             case News():
                 self._on_news(report)
             case Launching():
-                self._launches.append(report)
+                self._roster.launched(report)
             case Admitted():
-                flight = self._by_key.get(report.key)
+                flight = self._roster.find(report.key)
                 if flight is not None:
                     flight.admitted = True
                     if report.error is not None:
                         self._fail(flight, report.error)
 
     def _on_news(self, news: News) -> None:
-        self._num_steps = news.num_steps
+        self._roster.completed(news.num_steps)
         self._stats = news.stats.following(self._earlier_stats)
-        while len(self._launches) > 1 and self._launches[1].step <= self._num_steps + 1:
-            self._launches.popleft()
         outputs = []
         for output in news.outputs:
-            flight = self._by_key.get(output.request_id)
+            flight = self._roster.find(output.request_id)
             if flight is not None:
                 output.request_id = flight.request_id
                 flight.record(output)
@@ -427,26 +346,17 @@ class AsyncEngine:
             for output in outputs:
                 self._clear(self._flights[output.request_id])
 
-    # When the engine's process ends, or hangs.
-
-    def _on_lost(self, link: EngineLink) -> None:
-        if self._stopping:
-            return
-        self.num_restarts += 1
-        batch = self._batch()
-        names = [self._by_key[key].request_id for key in batch if key in self._by_key]
+    def engine_died(self) -> None:
+        roster = self._roster
+        logger.error("The engine's process ended with %d requests in flight", len(roster))
+        batch = roster.batch()
+        flights = [flight for key in batch if (flight := roster.find(key)) is not None]
         guilty = self._suspicion.died(
-            names, alone=len(batch) == 1, steps_completed=self._num_steps > 0
+            [flight.request_id for flight in flights],
+            alone=len(batch) == 1,
+            steps_completed=roster.num_steps > 0,
         )
-        logger.error(
-            "The engine's process %d ended with %d requests in flight; another one is started",
-            link.pid,
-            len(self._by_key),
-        )
-        for flight in list(self._by_key.values()):
-            self._forget_key(flight)
-        self._launches.clear()
-        self._num_steps = 0
+        roster.clear()
         self._stats = self._earlier_stats = self._stats.after_the_end()
         for name in guilty:
             logger.error("Request %s is refused: the engine died when it ran alone", name)
@@ -459,56 +369,6 @@ class AsyncEngine:
             )
         if self._suspicion.suspects:
             logger.warning("%d requests run one at a time now", len(self._suspicion.suspects))
-        self._spawn_task(self._restart())
 
-    def _batch(self) -> set[str]:
-        """Whom the engine may have been at work on, by their keys: those of steps that it has
-        begun and not completed, and those that were on their way into its queue.
-        """
-        launches = self._launches
-        while len(launches) > 1 and launches[1].step <= self._num_steps + 1:
-            launches.popleft()
-        batch = {key for launch in launches for key in launch.keys}
-        return batch | {key for key, flight in self._by_key.items() if not flight.admitted}
-
-    async def _restart(self) -> None:
-        """Load the engine again."""
-        logger.error("It %s", await self._ended())
-        for pause in PAUSES:
-            await asyncio.sleep(pause)
-            try:
-                self._link = EngineLink()
-                self._link.start(self._engine_config)
-                await asyncio.to_thread(self._link.wait_ready)
-            except (CuengineError, OSError) as error:
-                logger.error("The engine cannot be loaded again: %s", error)
-                await self._ended()
-                continue
-            logger.warning(
-                "Process %d takes over, with %d requests", self._link.pid, len(self._flights)
-            )
-            await self._attach()
-            return
-        self.failed = True
-        logger.error("The engine has failed for good; running requests are lost")
+    def engine_failed(self) -> None:
         self._fail_streams()
-
-    async def _ended(self) -> str:
-        link = self._link
-        link.close()
-        return await asyncio.to_thread(link.wait_ended)
-
-    async def _watch_steps(self) -> None:
-        """End a process that has work and reports nothing for too long."""
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(self._step_timeout / 4)
-            waits = any(flight.admitted for flight in self._by_key.values())
-            if waits and loop.time() - self._last_news > self._step_timeout:
-                logger.error(
-                    "A step takes longer than %g s: the engine's process %d hangs, and is ended",
-                    self._step_timeout,
-                    self._link.pid,
-                )
-                self._link.kill()
-                self._last_news = loop.time()

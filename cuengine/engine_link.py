@@ -1,6 +1,6 @@
 """One engine process as the server sees it: started, loaded, talked to, ended.
 
-What the process does is in engine_process.py; when one is started, and why, in async_engine.py.
+What the process does is in engine_process.py; when one is started, and why, in engine_keeper.py.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import asyncio
 import logging
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 
+from cuengine.child_process import ChildProcess
 from cuengine.config import EngineConfig
 from cuengine.errors import ConfigError, EngineStoppedError, ModelError
 from cuengine.wire import (
@@ -35,6 +35,7 @@ COMMAND = [sys.executable, "-P", "-m", "cuengine.engine_process"]
 
 _LOAD_ERRORS = {"ModelError": ModelError, "ConfigError": ConfigError}
 _SECONDS_TO_END = 5.0
+_READ_SIZE = 1 << 16
 
 
 class EngineLink:
@@ -45,14 +46,11 @@ class EngineLink:
     """
 
     def __init__(self) -> None:
+        """Raises OSError where no process can be started."""
         self._socket, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [*COMMAND, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
+            fd = theirs.fileno()
+            self._process = ChildProcess([*COMMAND, str(fd)], pass_fds=[fd])
         self.pid = self._process.pid
         self._reader: FrameReader[Report] = FrameReader(Report)
         self._transport: asyncio.Transport | None = None
@@ -67,7 +65,8 @@ class EngineLink:
     def wait_ready(self) -> Ready:
         """Wait, in the calling thread, until the engine is loaded.
 
-        Raises ModelError and ConfigError as loading did, EngineStoppedError where it has ended.
+        Raises ModelError and ConfigError as loading did, EngineStoppedError where it has ended,
+        and WireError where what it says is no message.
         """
         while data := self._receive():
             for report in self._reader.feed(data):
@@ -84,7 +83,7 @@ class EngineLink:
 
     def _receive(self) -> bytes:
         try:
-            return self._socket.recv(1 << 16)
+            return self._socket.recv(_READ_SIZE)
         except OSError:
             return b""
 
@@ -92,28 +91,29 @@ class EngineLink:
         self, on_report: Callable[[Report], None], on_lost: Callable[[], None]
     ) -> None:
         """From now on reports go to the running loop, which hears of the process's end, too."""
-        await asyncio.get_running_loop().create_unix_connection(
-            lambda: _Protocol(self, self._reader, on_report, on_lost), sock=self._socket
-        )
+        protocol = _Protocol(self, on_report, on_lost)
+        await asyncio.get_running_loop().create_unix_connection(lambda: protocol, sock=self._socket)
 
     def send(self, command: Command) -> None:
         """Raises WireError for a command that cannot be encoded. The process may have ended."""
         assert self._transport is not None, "nobody has attached it"
-        self._transport.write(frame(command))
+        data = frame(command)
+        if not self._transport.is_closing():
+            self._transport.write(data)
 
     def kill(self) -> None:
-        """End the process, whatever it does; nothing more is heard of it."""
+        """End the process, whatever it does."""
         self._process.kill()
 
     def wait_ended(self) -> str:
         """Wait, in the calling thread, for a process that is about to end; says how it did."""
-        try:
-            status = self._process.wait(_SECONDS_TO_END)
-        except subprocess.TimeoutExpired:
+        status = self._process.wait(_SECONDS_TO_END)
+        if status is None:
             self._process.kill()
             status = self._process.wait()
+            assert status is not None
         if status < 0:
-            return f"was ended by {signal.Signals(-status).name}"
+            return f"was ended by signal {-status} ({signal.strsignal(-status)})"
         return f"ended with status {status}"
 
     def close(self) -> None:
@@ -129,12 +129,10 @@ class _Protocol(asyncio.Protocol):
     def __init__(
         self,
         link: EngineLink,
-        reader: FrameReader[Report],
         on_report: Callable[[Report], None],
         on_lost: Callable[[], None],
     ) -> None:
         self._link = link
-        self._reader = reader
         self._on_report = on_report
         self._on_lost = on_lost
 
@@ -145,10 +143,11 @@ class _Protocol(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            reports = self._reader.feed(data)
+            reports = self._link._reader.feed(data)
         except WireError as error:
             logger.error("The engine's process cannot be understood: %s", error)
             self._link.kill()
+            self._link.close()
             return
         for report in reports:
             if isinstance(report, Log):
@@ -157,8 +156,16 @@ class _Protocol(asyncio.Protocol):
                 self._on_report(report)
 
     def connection_lost(self, error: Exception | None) -> None:
+        if error is not None:
+            self._read_rest()
         self._link.attached = False
         self._on_lost()
+
+    def _read_rest(self) -> None:
+        """asyncio gives up when a write fails; what came before that says whom it worked on."""
+        with suppress(OSError):
+            while data := self._link._socket.recv(_READ_SIZE):
+                self.data_received(data)
 
 
 def _handle(log: Log) -> None:

@@ -11,13 +11,13 @@ import faulthandler
 import logging
 import os
 import queue
-import signal
 import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from cuengine.child_process import end_with_parent
 from cuengine.engine import Engine
 from cuengine.errors import ConfigError, ModelError, RequestError
 from cuengine.grammar import Grammar
@@ -62,6 +62,7 @@ class Connection:
     """The socket to the server. A thread reads it, so that its end is noticed at any time."""
 
     def __init__(self, peer: socket.socket) -> None:
+        peer.set_inheritable(False)  # its end would not be noticed while a compiler has it
         self._peer = peer
         self._sending = threading.Lock()
         self._orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -92,7 +93,7 @@ class Connection:
         try:
             while data := self._peer.recv(1 << 16):
                 for command in reader.feed(data):
-                    self._orders.put(command)
+                    self.put(command)
         except WireError as error:
             print(f"cuengine: the engine cannot read its commands: {error}", file=sys.stderr)
             status = 1
@@ -110,10 +111,14 @@ class LogHandler(logging.Handler):
         self._formatter = logging.Formatter()
 
     def emit(self, record: logging.LogRecord) -> None:
-        exception = record.exc_info and self._formatter.formatException(record.exc_info)
-        self._connection.send(
-            Log(record.name, record.levelno, record.getMessage(), record.created, exception or None)
-        )
+        try:
+            exception = record.exc_info and self._formatter.formatException(record.exc_info)
+            log = Log(
+                record.name, record.levelno, record.getMessage(), record.created, exception or None
+            )
+            self._connection.send(log)
+        except Exception:
+            self.handleError(record)
 
 
 class Loop:
@@ -205,9 +210,7 @@ class Loop:
 
 
 def main() -> int:
-    # Ctrl-C and a service manager's SIGTERM reach all processes; the server decides what they mean.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    end_with_parent()
     faulthandler.enable()
     connection = Connection(socket.socket(fileno=int(sys.argv[1])))
     start = connection.receive(wait=True)

@@ -1,13 +1,16 @@
 """What comes of a request. The engine gives tokens, step by step; its caller gets them with text:
 deltas while the request runs, a RequestOutput in the end.
 
-Names follow vLLM's outputs. Text and log-probabilities are attached by output_processor.py.
+Names follow vLLM's outputs. Text and log-probabilities are attached by output_processor.py. The
+engine's outputs go from process to process, many a step: as arrays, without the fields' names.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
+
+import msgspec
 
 FinishReason = Literal["stop", "length", "abort"]
 
@@ -29,8 +32,7 @@ TokenLogprobs = dict[int, Logprob]
 """Token id -> Logprob at one position: the chosen token first, then the most likely ones."""
 
 
-@dataclass(slots=True)
-class TokenOutput:
+class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     """One new token of one sample; logprobs where asked for (or needed to rank `best_of`).
 
     complete  the sample ends with it, and it belongs to the text: its grammar allows no more
@@ -46,15 +48,14 @@ class TokenOutput:
     score: float | None = None
 
 
-@dataclass(slots=True)
-class EngineOutput:
+class EngineOutput(msgspec.Struct, array_like=True, gc=False):
     """One step's news of a request; prompt_logprobs with the first token only.
 
     What beam search found comes all at once, in the end.
     """
 
     request_id: str
-    tokens: list[TokenOutput] = field(default_factory=list)
+    tokens: list[TokenOutput] = msgspec.field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
 
