@@ -92,9 +92,11 @@ async def stream(session: aiohttp.ClientSession, url: str, body: Any, progress: 
 
 
 def child_of(pid: int) -> int | None:
-    """The engine's process of the server with this id."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return int(children[0]) if children else None
+    """The engine's process of the server with this id; one of its threads has started it."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        if children := (task / "children").read_text().split():
+            return int(children[0])
+    return None
 
 
 async def status_of(session: aiohttp.ClientSession, url: str) -> int:

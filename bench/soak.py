@@ -4,10 +4,10 @@
     python bench/soak.py --model NAME     another one
 
 Fails where a request hangs, where a block of the pool is not free at the end, where anything of a
-request is left in the engine, or where the resident memory grows over the second half: the median
-over its last half may be at most 1 % + 4 MiB above the median over its first half. The KV cache is
-kept small, so that sequences are preempted; a first request fills all of it, so that it is in
-memory from the start. Memory is that of both processes.
+request is left in the engine, or where the resident memory of this process, or of the engine's,
+grows over the second half: the median over its last half may be at most 1 % + 4 MiB above the
+median over its first half. The KV cache is kept small, so that sequences are preempted; a first
+request fills all of it, so that it is in memory from the start.
 """
 
 from __future__ import annotations
@@ -43,13 +43,12 @@ class Counts:
     finished: int = 0
     aborted: int = 0
     tokens: int = 0
-    rss: list[int] = field(default_factory=list)
+    rss: dict[str, list[float]] = field(default_factory=lambda: {"server": [], "engine": []})
 
 
-def resident_bytes(engine: AsyncEngine) -> int:
-    """Of this process and the engine's."""
-    files = [Path("/proc/self/statm"), Path(f"/proc/{engine._link.pid}/statm")]
-    return sum(int(file.read_text().split()[1]) for file in files) * os.sysconf("SC_PAGE_SIZE")
+def resident_mib(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 async def next_delta(engine: AsyncEngine, stream: AsyncIterator[RequestDelta]) -> RequestDelta:
@@ -126,7 +125,8 @@ async def soak(model: str, num_requests: int, concurrency: int, seed: int) -> di
     async def worker() -> None:
         for name in names:
             await one_request(engine, str(name), rng, counts)
-            counts.rss.append(resident_bytes(engine))
+            counts.rss["server"].append(resident_mib(os.getpid()))
+            counts.rss["engine"].append(resident_mib(engine.pid))
 
     whole = [rng.randrange(engine.model_config.vocab_size) for _ in range(engine.max_model_len - 1)]
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
@@ -143,22 +143,24 @@ async def soak(model: str, num_requests: int, concurrency: int, seed: int) -> di
     await engine.stop()
     gc.collect()
 
-    half = counts.rss[len(counts.rss) // 2 :]
-    early, late = (
-        statistics.median(part) for part in (half[: len(half) // 2], half[len(half) // 2 :])
-    )
     problems = []
+    resident = {}
+    for process, rss in counts.rss.items():
+        half = rss[len(rss) // 2 :]
+        early = statistics.median(half[: len(half) // 2])
+        late = statistics.median(half[len(half) // 2 :])
+        resident[process] = [round(early, 1), round(late, 1)]
+        if late > early * 1.01 + 4:
+            problems.append(f"the {process}'s memory grew from {early:.1f} to {late:.1f} MiB")
     if stats.num_used_blocks or stats.num_running or stats.num_waiting:
         problems.append(f"the engine is not empty: {stats}")
     if engine.num_restarts:
         problems.append(f"the engine died {engine.num_restarts} times")
-    left = [engine._processor._states, engine._by_key, engine._flights]
+    left = [engine._processor._states, [*engine._roster], engine._flights]
     if any(left):
         problems.append(f"requests are left behind: {left}")
     if counts.finished + counts.aborted != num_requests:
         problems.append(f"{counts.finished} + {counts.aborted} requests of {num_requests} ended")
-    if late > early * 1.01 + 4 * 2**20:
-        problems.append(f"memory grew from {early / 2**20:.1f} to {late / 2**20:.1f} MiB")
     return {
         "model": Path(model).name,
         "requests": num_requests,
@@ -168,8 +170,7 @@ async def soak(model: str, num_requests: int, concurrency: int, seed: int) -> di
         "steps": stats.num_steps,
         "preemptions": stats.num_preemptions,
         "prefix_hits": stats.prefix_hits,
-        "rss_third_quarter_mib": round(early / 2**20, 1),
-        "rss_last_quarter_mib": round(late / 2**20, 1),
+        "rss_mib_third_and_last_quarter": resident,
         "seconds": round(time.monotonic() - start, 1),
         "problems": problems,
     }

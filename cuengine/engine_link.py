@@ -53,6 +53,7 @@ class EngineLink:
             self._process = ChildProcess([*COMMAND, str(fd)], pass_fds=[fd])
         self.pid = self._process.pid
         self._reader: FrameReader[Report] = FrameReader(Report)
+        self._unheard: list[Report] = []
         self._transport: asyncio.Transport | None = None
         self.attached = False
 
@@ -69,8 +70,9 @@ class EngineLink:
         and WireError where what it says is no message.
         """
         while data := self._receive():
-            for report in self._reader.feed(data):
-                match report:
+            self._unheard += self._reader.feed(data)
+            while self._unheard:
+                match report := self._unheard.pop(0):
                     case Log():
                         _handle(report)
                     case Ready():
@@ -140,16 +142,19 @@ class _Protocol(asyncio.Protocol):
         assert isinstance(transport, asyncio.Transport)
         self._link._transport = transport
         self._link.attached = True
+        self.data_received(b"")
 
     def data_received(self, data: bytes) -> None:
+        link = self._link
         try:
-            reports = self._link._reader.feed(data)
+            link._unheard += link._reader.feed(data)
         except WireError as error:
             logger.error("The engine's process cannot be understood: %s", error)
-            self._link.kill()
-            self._link.close()
+            link.kill()
+            link.close()
             return
-        for report in reports:
+        while link._unheard:
+            report = link._unheard.pop(0)
             if isinstance(report, Log):
                 _handle(report)
             else:

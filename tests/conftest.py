@@ -9,12 +9,19 @@ import json
 import logging
 import os
 import shutil
+import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import engine_control
+
+from cuengine import engine_link
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 
@@ -35,6 +42,23 @@ def _log_level() -> Iterator[None]:
     level = logging.getLogger("cuengine").level
     yield
     logging.getLogger("cuengine").setLevel(level)
+
+
+@pytest.fixture(scope="module")
+def module_control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[engine_control.Control]:
+    """Engine processes started in this module's tests are controlled."""
+    folder = tmp_path_factory.mktemp("control")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUENGINE_TEST_CONTROL", str(folder))
+        patch.setattr(engine_link, "COMMAND", engine_control.COMMAND)
+        yield engine_control.Control(folder)
+
+
+@pytest.fixture
+def control(module_control: engine_control.Control) -> Iterator[engine_control.Control]:
+    """What the test sets is unset when it ends."""
+    yield module_control
+    module_control.reset()
 
 
 @pytest.fixture(scope="session")

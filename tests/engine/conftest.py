@@ -1,22 +1,15 @@
-"""Engines on the emulated device, for tests of the CUDA device with no GPU; engine processes that
-obey a test.
-"""
+"""Engines on the emulated device, for tests of the CUDA device with no GPU."""
 
 from __future__ import annotations
 
 import functools
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from engine_control import SCRIPT, Control
-
-from cuengine import LLM, engine_link
+from cuengine import LLM
 from cuengine.device.emulated import host
 from cuengine.device.nvrtc import NvrtcError, find_nvrtc
 
@@ -48,11 +41,3 @@ def emulated_llm(monkeypatch: pytest.MonkeyPatch, emulator: None) -> EmulatedLLM
         return LLM(str(folder), **settings)
 
     return make
-
-
-@pytest.fixture
-def control(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Control:
-    """Engine processes started in this test are controlled."""
-    monkeypatch.setenv("CUENGINE_TEST_CONTROL", str(tmp_path))
-    monkeypatch.setattr(engine_link, "COMMAND", [sys.executable, "-P", str(SCRIPT)])
-    return Control(tmp_path)

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_control import Control, kill
+import pytest_asyncio
+from engine_control import COMMAND, Control, alive, idle, kill, patiently, until
 
 from cuengine import (
     AsyncEngine,
     EngineConfig,
     EngineStoppedError,
     SamplingParams,
-    async_engine,
-    engine_link,
+    engine_keeper,
 )
 from cuengine.errors import EngineDiedError
 from cuengine.llm import append_delta
@@ -30,19 +30,46 @@ from cuengine.outputs import RequestOutput
 from cuengine.sampling_params import BeamSearchParams, RequestParams
 from cuengine.structured_outputs import StructuredOutputsParams
 
-TIMEOUT = 60
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def start(folder: Path, *, step_timeout: float = 60, **fields: Any) -> AsyncEngine:
-    config = EngineConfig(model=str(folder), device="cpu", max_model_len=96, **fields)
+async def start(folder: Path, *, step_timeout: float = 0) -> AsyncEngine:
+    config = EngineConfig(model=str(folder), device="cpu", max_model_len=96)
     return await asyncio.to_thread(AsyncEngine.from_config, config, step_timeout=step_timeout)
 
 
-@pytest.fixture
-async def engine(tiny_chat_model: Path, control: Control) -> AsyncIterator[AsyncEngine]:
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def shared(tiny_chat_model: Path, module_control: Control) -> AsyncIterator[AsyncEngine]:
     engine = await start(tiny_chat_model)
     yield engine
     await engine.stop()
+    assert not alive(engine.pid)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def engine(shared: AsyncEngine, control: Control) -> AsyncIterator[AsyncEngine]:
+    """It runs, and has nothing to do, before a test and after it."""
+    yield shared
+    control.reset()
+    await until(lambda: not shared.restarting and idle(shared))
+    assert not shared._flights
+    assert not len(shared._roster)
+    assert not shared._processor._states
+    assert not shared._suspicion
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def own_engine(tiny_chat_model: Path, control: Control) -> AsyncIterator[AsyncEngine]:
+    """For a test that ends it."""
+    engine = await start(tiny_chat_model)
+    yield engine
+    await engine.stop()
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def expected(shared: AsyncEngine) -> list[RequestOutput]:
+    """What all KINDS get from an engine that lives."""
+    return await asyncio.gather(*submit(shared))
 
 
 def params(**fields: Any) -> SamplingParams:
@@ -67,136 +94,167 @@ KINDS: list[RequestParams] = [
 async def answer(
     engine: AsyncEngine, name: str, prompt: list[int], wanted: RequestParams
 ) -> RequestOutput:
-    output = RequestOutput(name, None, prompt, None)
-    async with asyncio.timeout(TIMEOUT):
+    async def listen() -> RequestOutput:
+        output = RequestOutput(name, None, prompt, None)
         async for delta in engine.generate(prompt, wanted, request_id=name):
             append_delta(output, delta)
-    # What was found in the prefix cache depends on who came before.
-    output.num_cached_tokens = 0
-    for sample in output.outputs:
-        sample.cumulative_logprob = None
-        sample.logprobs = rounded(sample.logprobs)
-    output.prompt_logprobs = rounded(output.prompt_logprobs)
-    return output
+        return output
+
+    return await patiently(listen())
 
 
-def rounded(logprobs: Any) -> Any:
-    """Token ids with log-probabilities to three places: a prefill adds up in another order."""
-    return logprobs and [
-        at and {token: round(entry.logprob, 3) for token, entry in at.items()} for at in logprobs
-    ]
-
-
-def submit(engine: AsyncEngine, prefix: str = "") -> list[asyncio.Task[RequestOutput]]:
+def submit(engine: AsyncEngine) -> list[asyncio.Task[RequestOutput]]:
     return [
-        asyncio.create_task(answer(engine, f"{prefix}{i}", [20 + i, 9, 30 + i], wanted))
+        asyncio.create_task(answer(engine, f"{i}", [20 + i, 9, 30 + i], wanted))
         for i, wanted in enumerate(KINDS)
     ]
 
 
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(TIMEOUT):
-        while not condition():
-            await asyncio.sleep(0.001)
+def assert_same(outputs: list[RequestOutput], expected: list[RequestOutput]) -> None:
+    """Floats nearly: after a death a prefill adds up what steps have added up before it. And what
+    was found in the prefix cache depends on who came before.
+    """
+    for output, wanted in zip(outputs, expected, strict=True):
+        assert logprobs(output.prompt_logprobs) == logprobs(wanted.prompt_logprobs)
+        for sample, other in zip(output.outputs, wanted.outputs, strict=True):
+            assert sample.token_ids == other.token_ids
+            assert sample.text == other.text
+            assert sample.finish_reason == other.finish_reason
+            assert sample.stop_reason == other.stop_reason
+            assert logprobs(sample.logprobs) == logprobs(other.logprobs)
+            assert sample.score == pytest.approx(other.score, abs=1e-4)
+
+
+def logprobs(entries: Any) -> Any:
+    return entries and [
+        at and {token: pytest.approx(entry.logprob, abs=1e-3) for token, entry in at.items()}
+        for at in entries
+    ]
 
 
 async def test_streams_go_on_as_they_would_have_when_the_process_is_killed_at_random_moments(
-    engine: AsyncEngine, control: Control
+    engine: AsyncEngine, control: Control, expected: list[RequestOutput]
 ):
-    expected = await asyncio.gather(*submit(engine, "x"))
-    steps = engine.stats().num_steps
     rng = random.Random(1)
+    begun, steps, restarts = control.begun, engine.stats().num_steps, engine.num_restarts
     control.close()
-    tasks = submit(engine, "x")
-    for _ in range(3):
-        before = engine.stats().num_steps
+    tasks = submit(engine)
+    completed = 0
+    for i in range(3):
         moment = rng.randint(0, 15)
         control.allow(moment)
-        await until(lambda: engine.stats().num_steps >= before + moment)  # noqa: B023
+        begun += moment + 1
+        await until(lambda: control.begun == begun)  # noqa: B023
+        completed += moment
+        pid = engine.pid
         kill(engine)
-        await until(lambda: engine.restarting)
-        await until(lambda: not engine.restarting)
+        await until(lambda: engine.num_restarts == restarts + i + 1)  # noqa: B023
+        await until(lambda: not Path(f"/proc/{pid}").exists())  # noqa: B023 (no zombie, either)
     control.open()
-    assert await asyncio.gather(*tasks) == expected
-    assert engine.num_restarts == 3
-    stats = engine.stats()
-    assert stats.num_steps > 2 * steps - 3
-    await until(lambda: engine.stats().num_used_blocks == 0)
-    assert not engine._by_key
+    assert_same(await asyncio.gather(*tasks), expected)
+    assert engine.num_restarts == restarts + 3
+    assert engine.stats().num_steps > steps + completed
 
 
 async def test_a_step_that_fails_is_a_death(
-    engine: AsyncEngine, control: Control, caplog: pytest.LogCaptureFixture
+    engine: AsyncEngine,
+    control: Control,
+    expected: list[RequestOutput],
+    caplog: pytest.LogCaptureFixture,
 ):
-    expected = await asyncio.gather(*submit(engine))
+    begun = control.begun
     control.close()
     tasks = submit(engine)
     control.allow(5)
-    await until(lambda: engine.stats().num_running > 5)
+    await until(lambda: control.begun == begun + 6)
     with caplog.at_level(logging.ERROR, "cuengine"):
         control.set("fail")
         control.open()
-        await until(lambda: engine.restarting)
-        control.unset("fail")
-        assert await asyncio.gather(*tasks) == expected
+        assert_same(await asyncio.gather(*tasks), expected)
     assert "the machine is on fire" in caplog.text
     assert "ended with status 1" in caplog.text
 
 
-async def test_a_step_that_hangs_is_a_death(tiny_chat_model: Path, control: Control):
-    engine = await start(tiny_chat_model, step_timeout=0.5)
-    expected = await asyncio.gather(*submit(engine))
-    # An engine with nothing to do does not hang.
-    await asyncio.sleep(1)
-    assert engine.num_restarts == 0
+async def test_a_step_that_hangs_is_a_death(
+    tiny_chat_model: Path, control: Control, expected: list[RequestOutput]
+):
+    engine = await start(tiny_chat_model, step_timeout=3)
     control.set("hang")
-    assert await asyncio.gather(*submit(engine)) == expected
+    assert_same(await asyncio.gather(*submit(engine)), expected)
     assert engine.num_restarts == 1
     await engine.stop()
 
 
-async def test_of_all_requests_in_the_batch_only_the_one_that_kills_is_refused(
-    engine: AsyncEngine, control: Control
+async def test_of_all_requests_in_the_batch_only_those_that_kill_are_refused(
+    engine: AsyncEngine, control: Control, expected: list[RequestOutput]
 ):
-    expected = await asyncio.gather(*submit(engine))
+    """One by a token in its prompt, one by its grammar."""
     drawn = {token for one in expected for sample in one.outputs for token in sample.token_ids}
     poison = next(token for token in range(60, 256) if token not in drawn)
+    orders, restarts = control.orders, engine.num_restarts
     control.poison(poison)
     control.close()
     tasks = submit(engine)
-    poisoned = asyncio.create_task(answer(engine, "poisoned", [5, poison], params()))
-    await asyncio.sleep(0)
+    deadly = params(structured_outputs=StructuredOutputsParams(regex="deadly"))
+    killers = [
+        asyncio.create_task(answer(engine, "poisoned", [5, poison], params())),
+        asyncio.create_task(answer(engine, "deadly", [5, 6], deadly)),
+    ]
+    await until(lambda: control.orders >= orders + len(KINDS) + 2 or engine.num_restarts > restarts)
     control.open()
-    with pytest.raises(EngineDiedError, match="alone"):
-        await poisoned
-    assert await asyncio.gather(*tasks) == expected
-    # Two that make all suspects, and two of the one that runs alone.
-    assert 4 <= engine.num_restarts <= 6
+    for killer in killers:
+        with pytest.raises(EngineDiedError, match="alone"):
+            await killer
+    assert_same(await asyncio.gather(*tasks), expected)
+    # At least two that make both suspects, and two of each that runs alone.
+    assert 6 <= engine.num_restarts - restarts <= 12
     assert (await answer(engine, "poisoned", [5, 6], params())).outputs
 
 
 async def test_new_requests_wait_while_the_engine_is_started_again_and_may_be_aborted(
-    engine: AsyncEngine,
+    engine: AsyncEngine, control: Control
 ):
     expected = await answer(engine, "r", [5], params())
+    control.set("held")
+    loads = control.loads
     kill(engine)
-    await until(lambda: engine.restarting)
+    await until(lambda: control.loads == loads + 1)
+    assert engine.restarting
     kept = asyncio.create_task(answer(engine, "kept", [5], params()))
     gone = asyncio.create_task(answer(engine, "gone", [6], params()))
-    await asyncio.sleep(0)
+    await until(lambda: len(engine._flights) == 2)
     gone.cancel()
+    await until(lambda: len(engine._flights) == 1)
+    control.unset("held")
     assert (await kept).outputs == expected.outputs
     assert gone.cancelled()
-    assert not engine._flights
+
+
+async def test_a_process_that_dies_while_it_loads_is_followed_by_another(
+    engine: AsyncEngine, control: Control, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(engine_keeper, "PAUSES", (0, 0, 0))
+    expected = await answer(engine, "r", [5], params())
+    restarts, loads = engine.num_restarts, control.loads
+    control.set("held")
+    kill(engine)
+    for i in (1, 2):
+        await until(lambda: control.loads == loads + i)  # noqa: B023
+        kill(engine)
+    control.unset("held")
+    assert (await answer(engine, "r", [5], params())).outputs == expected.outputs
+    assert engine.num_restarts == restarts + 1
+    assert not engine.failed
 
 
 async def test_an_engine_that_cannot_be_loaded_again_has_failed(
-    engine: AsyncEngine, control: Control, monkeypatch: pytest.MonkeyPatch
+    own_engine: AsyncEngine, control: Control, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(async_engine, "PAUSES", (0, 0))
+    monkeypatch.setattr(engine_keeper, "PAUSES", (0, 0))
+    engine, orders = own_engine, control.orders
     control.close()
     running = asyncio.create_task(answer(engine, "r", [5], params()))
-    await asyncio.sleep(0)
+    await until(lambda: control.orders == orders + 1)
     control.set("unloadable")
     kill(engine)
     with pytest.raises(EngineStoppedError, match="has failed"):
@@ -208,54 +266,71 @@ async def test_an_engine_that_cannot_be_loaded_again_has_failed(
     await engine.drain()
 
 
-async def test_stopping_while_the_engine_is_started_again_leaves_no_process(engine: AsyncEngine):
+async def test_stopping_while_the_engine_is_started_again_leaves_no_process(
+    own_engine: AsyncEngine, control: Control
+):
+    engine, loads = own_engine, control.loads
     await answer(engine, "r", [5], params())
+    control.set("held")
     kill(engine)
-    await until(lambda: engine.restarting)
-    await asyncio.sleep(0.05)
+    await until(lambda: control.loads == loads + 1)
     waiting = asyncio.create_task(answer(engine, "kept", [5], params()))
-    await asyncio.sleep(0)
-    async with asyncio.timeout(5):
-        await engine.stop()
+    await until(lambda: engine._flights)
+    await patiently(engine.stop())
     with pytest.raises(EngineStoppedError, match="shutting down"):
         await waiting
-    assert not alive(engine._link.pid)
+    assert not Path(f"/proc/{engine.pid}").exists()
+    assert engine.num_restarts == 1
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_the_process_ends_when_its_server_is_killed(
-    tiny_chat_model: Path, control: Control, busy: bool
+async def test_an_engine_that_dies_before_it_is_used_is_followed_by_another(
+    own_engine: AsyncEngine,
 ):
-    script = (
-        "import asyncio, sys, time\n"
-        "from cuengine import AsyncEngine, EngineConfig, engine_link, SamplingParams\n"
-        f"engine_link.COMMAND = {engine_link.COMMAND!r}\n"
-        "async def main():\n"
-        f"    config = EngineConfig(model={str(tiny_chat_model)!r}, device='cpu')\n"
-        "    engine = AsyncEngine.from_config(config)\n"
-        "    await engine.start()\n"
-        f"    if {busy}:\n"
-        "        await anext(engine.generate([5], SamplingParams(), request_id='r'))\n"
-        "    print(engine._link.pid, flush=True)\n"
-        "    await asyncio.sleep(100)\n"
-        "asyncio.run(main())\n"
-    )
-    command = [sys.executable, "-P", "-c", script]
+    kill(own_engine)
+    await until(lambda: not alive(own_engine.pid))
+    assert (await answer(own_engine, "r", [5], params())).outputs
+    assert own_engine.num_restarts == 1
+
+
+SERVER = """
+import asyncio, sys
+from cuengine import AsyncEngine, EngineConfig, SamplingParams, engine_link
+folder, when, *engine_link.COMMAND = sys.argv[1:]
+config = EngineConfig(model=folder, device="cpu")
+async def main(engine):
+    await engine.start()
+    if when == "running":
+        await anext(engine.generate([5], SamplingParams(), request_id="r"))
+    print(engine.pid, flush=True)
+    await asyncio.sleep(1000)
+if when == "loading":
+    link = engine_link.EngineLink()
+    print(link.pid, flush=True)
+    link.start(config)
+    link.wait_ready()
+else:
+    asyncio.run(main(AsyncEngine.from_config(config)))
+"""
+
+
+@pytest.mark.parametrize("when", ["loading", "idle", "running", "unable"])
+async def test_the_process_ends_when_its_server_is_killed(
+    tiny_chat_model: Path, control: Control, when: str
+):
+    """unable: a process that was stopped notices nothing."""
+    loads = control.loads
+    if when == "loading":
+        control.set("held")
+    command = [sys.executable, "-P", "-c", SERVER, str(tiny_chat_model), when, *COMMAND]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        pid = int(server.stdout.readline())
-        control.set("delay", "50")  # seconds: it is amid a step
+        pid = int(await asyncio.to_thread(server.stdout.readline))
+        await until(lambda: control.loads == loads + 1)
+        if when == "unable":
+            os.kill(pid, signal.SIGSTOP)
         server.kill()
-    for _ in range(500):
-        if not alive(pid):
-            return
-        asyncio.run(asyncio.sleep(0.01))
-    os.kill(pid, signal.SIGKILL)
-    raise AssertionError("the engine's process outlives its server")
-
-
-def alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+        await until(lambda: not alive(pid))
+    finally:
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)

@@ -72,5 +72,5 @@ async def test_nothing_is_left_of_many_requests_some_of_them_abandoned(tiny_chat
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert stats.num_free_blocks == stats.num_blocks
     assert not engine._processor._states
-    assert not engine._by_key
+    assert not len(engine._roster)
     assert not engine._flights

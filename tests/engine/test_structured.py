@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from engine_control import Control
+from engine_control import Control, idle, until
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -307,6 +307,7 @@ async def engine(tiny_chat_model: Path, control: Control) -> AsyncIterator[Async
     engine = AsyncEngine.from_config(EngineConfig(model=str(tiny_chat_model), **SETTINGS))
     yield engine
     await engine.stop()
+    assert engine.num_restarts == 0
 
 
 class SlowCompiler:
@@ -314,6 +315,7 @@ class SlowCompiler:
 
     def __init__(self, control: Control) -> None:
         self.control = control
+        self.before = control.compiles
         control.set("slow")
 
     def release(self) -> None:
@@ -321,8 +323,7 @@ class SlowCompiler:
 
     @property
     def started(self) -> int:
-        file = self.control.folder / "compiling"
-        return file.stat().st_size if file.exists() else 0
+        return self.control.compiles - self.before
 
 
 async def text_of(
@@ -333,18 +334,6 @@ async def text_of(
         text += delta.sequences[0].text
         reason = delta.sequences[0].finish_reason
     return text, reason
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
-def idle(engine: AsyncEngine) -> bool:
-    stats = engine.stats()
-    nobody = stats.num_running == stats.num_waiting == 0
-    return nobody and stats.num_free_blocks == stats.num_blocks
 
 
 async def test_other_streams_go_on_while_a_grammar_is_compiled(
@@ -423,4 +412,4 @@ async def test_aborts_in_the_middle_of_answers_leave_the_pool_whole(engine: Asyn
 
     await asyncio.gather(*(one(i) for i in range(24)))
     await until(lambda: idle(engine))
-    assert not engine._by_key
+    assert not len(engine._roster)
