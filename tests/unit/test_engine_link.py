@@ -25,7 +25,7 @@ peer = socket.socket(fileno=int(sys.argv[-1]))
 def say(*reports):
     for report in reports:
         peer.sendall(frame(report))
-reader = FrameReader(Command)
+assert FrameReader(Command).feed(peer.recv(1 << 16))  # what is to be loaded
 """
 
 
@@ -64,10 +64,10 @@ def test_an_error_of_loading_is_raised_as_it_was(stand_in: StandIn):
 
 
 def test_what_is_no_message_is_an_error_while_loading_and_a_death_later(stand_in: StandIn):
-    nonsense = 'peer.sendall(b"\\x00\\x00\\x00\\x01x"); peer.recv(1)\n'
+    nonsense = 'peer.sendall(b"\\x00\\x00\\x00\\x01x"); peer.recv(1)'
     with pytest.raises(WireError, match="no message"):
         stand_in(nonsense).wait_ready()
-    link = stand_in("say(Ready(1, 1, 1)); peer.recv(1000)\n" + nonsense)
+    link = stand_in("say(Ready(1, 1, 1)); peer.recv(100); " + nonsense)
     link.wait_ready()
 
     async def listen() -> None:
