@@ -9,11 +9,12 @@ import asyncio
 import random
 from pathlib import Path
 
+from engine_control import Control, idle, patiently, until
+
 from cuengine import AsyncEngine, EngineConfig, SamplingParams
 
 NUM_REQUESTS = 120
 CONCURRENCY = 8
-TIMEOUT = 60
 
 
 async def one_request(engine: AsyncEngine, name: str, rng: random.Random) -> bool:
@@ -24,20 +25,30 @@ async def one_request(engine: AsyncEngine, name: str, rng: random.Random) -> boo
     )
     patience = rng.choice([0, rng.randint(1, 20), 1000, 1000, 1000])
     stream = engine.generate(prompt, params, request_id=name, priority=rng.randint(0, 2))
+
+    async def listen() -> bool:
+        nonlocal patience
+        async for delta in stream:
+            patience -= 1
+            if delta.finished or not patience:
+                return delta.finished
+        raise AssertionError("the stream ended without its last delta")
+
     try:
-        async with asyncio.timeout(0.005 if patience == 0 else TIMEOUT):
-            async for delta in stream:
-                patience -= 1
-                if delta.finished or not patience:
-                    return delta.finished
+        if patience:
+            return await patiently(listen())
+        async with asyncio.timeout(0.005):
+            return await listen()
     except TimeoutError:
         assert patience <= 0, f"request {name} hangs"
+        return False
     finally:
         await stream.aclose()
-    return False
 
 
-async def test_nothing_is_left_of_many_requests_some_of_them_abandoned(tiny_chat_model: Path):
+async def test_nothing_is_left_of_many_requests_some_of_them_abandoned(
+    tiny_chat_model: Path, control: Control
+):
     engine = AsyncEngine.from_config(
         EngineConfig(
             model=str(tiny_chat_model),
@@ -63,14 +74,12 @@ async def test_nothing_is_left_of_many_requests_some_of_them_abandoned(tiny_chat
     # A request after all others: when it is through, so are their aborts.
     async for _ in engine.generate([5], SamplingParams(max_tokens=1), request_id="last"):
         pass
-    async with asyncio.timeout(TIMEOUT):
-        while (stats := engine.stats()).num_used_blocks:
-            await asyncio.sleep(0.01)
+    await until(lambda: idle(engine))
+    stats = engine.stats()
     await engine.stop()
     assert NUM_REQUESTS / 3 < finished < NUM_REQUESTS
     assert stats.num_preemptions > 0
-    assert (stats.num_running, stats.num_waiting) == (0, 0)
-    assert stats.num_free_blocks == stats.num_blocks
+    assert engine.num_restarts == 0
     assert not engine._processor._states
     assert not len(engine._roster)
     assert not engine._flights
