@@ -16,6 +16,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NoReturn
 
 from cuengine.child_process import end_with_parent
 from cuengine.engine import Engine
@@ -133,26 +134,30 @@ class Loop:
         self._connection = connection
         self._running: set[str] = set()
         self._compiling: set[str] = set()
+        self._num_steps = 0
         self._threads = ThreadPoolExecutor(GRAMMAR_THREADS, "cuengine-grammar")
         engine.before_launch = self._announce
 
-    def run(self) -> None:
-        """Never returns. Passes on whatever a step raises."""
-        engine = self._engine
-        num_steps = 0
+    def run(self) -> NoReturn:
+        """Passes on whatever a step raises."""
         while True:
-            obeyed = False
-            while True:
-                wait = not obeyed and not engine.has_unfinished()
-                order = self._connection.receive(wait=wait)
-                if order is None:
-                    break
-                self._obey(order)
-                obeyed = True
-            outputs = engine.step()
-            if outputs or obeyed or engine.num_completed_steps != num_steps:
-                num_steps = engine.num_completed_steps
-                self._connection.send(News(outputs, engine.stats(), num_steps))
+            self.turn()
+
+    def turn(self) -> None:
+        """Do all that one is told, waiting for it if there is nothing else to do; then a step."""
+        engine = self._engine
+        obeyed = False
+        while True:
+            wait = not obeyed and not engine.has_unfinished()
+            order = self._connection.receive(wait=wait)
+            if order is None:
+                break
+            self._obey(order)
+            obeyed = True
+        outputs = engine.step()
+        if outputs or obeyed or engine.num_completed_steps != self._num_steps:
+            self._num_steps = engine.num_completed_steps
+            self._connection.send(News(outputs, engine.stats(), self._num_steps))
 
     def _announce(self, chunks: list[Chunk]) -> None:
         """Let the server know who will have run if the step is the last."""
