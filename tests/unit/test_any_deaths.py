@@ -215,13 +215,16 @@ async def play(world: World, ops: list[tuple[str, Any]]) -> list[Reader]:
                 getattr(world, name)()
             case "all":
                 go_on(world)
-        await others()
+        await others(world)
     return readers
 
 
-async def others() -> None:
+async def others(world: World) -> None:
+    """Let the readers do what they can."""
     for _ in range(4):
         await asyncio.sleep(0)
+    engine = world.async_engine
+    assert not engine._suspicion.suspects or len(engine._roster) <= 1
 
 
 def go_on(world: World) -> None:
@@ -236,7 +239,7 @@ async def play_to_the_end(world: World, ops: list[tuple[str, Any]]) -> list[Read
     for _ in range(3000):
         world.revive()
         go_on(world)
-        await others()
+        await others(world)
         busy = world.sent or world.engine.has_unfinished() or world.reports
         if all(reader.task.done() for reader in readers) and not busy:
             return readers
@@ -271,3 +274,17 @@ def test_every_stream_gets_what_it_would_have_got_from_an_engine_that_lives(
     assert_whole(world.engine)
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_used_blocks) == (0, 0, 0)
+
+
+def test_while_suspects_run_one_at_a_time_new_requests_wait():
+    killer, good = Job([POISON, 1], SamplingParams(seed=1)), Job([1, 2], SamplingParams(seed=1))
+    world = World(overlaps=False, max_num_seqs=4, budget=16)
+    twice: list[tuple[str, Any]] = [("all", None), ("revive", None)] * 2
+    late: list[tuple[str, Any]] = [("submit", good)] * 2
+    readers = asyncio.run(
+        play_to_the_end(world, [("submit", killer), ("submit", good), *twice, *late, *twice])
+    )
+    assert [reader.died for reader in readers] == [True, False, False, False]
+    for reader in readers:
+        reader.check()
+    assert world.deaths == 4
