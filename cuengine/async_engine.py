@@ -16,6 +16,7 @@ import dataclasses
 import json
 import logging
 import random
+from collections import deque
 from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from cuengine.admission import Limits
 from cuengine.config import STEP_TIMEOUT, EngineConfig
 from cuengine.engine_keeper import EngineKeeper
 from cuengine.engine_link import EngineLink
+from cuengine.engine_view import EngineView
 from cuengine.errors import (
     ConfigError,
     CuengineError,
@@ -37,7 +39,18 @@ from cuengine.sampling_params import RequestParams, SamplingParams
 from cuengine.stats import EngineStats
 from cuengine.suspicion import Suspicion
 from cuengine.text_side import TextSide, load_text_side
-from cuengine.wire import Abort, Admitted, FinishSample, Launching, News, Ready, Report, WireError
+from cuengine.wire import (
+    Abort,
+    Admitted,
+    FinishSample,
+    Launching,
+    Look,
+    News,
+    Ready,
+    Report,
+    Seen,
+    WireError,
+)
 
 if TYPE_CHECKING:
     from cuengine.model.chat_template import ChatTemplate
@@ -81,6 +94,9 @@ class AsyncEngine:
         self._started = False
         # Requests with a reader, and whether new ones are taken.
         self._flights: dict[str, Flight] = {}
+        # Who waits for a view, and how many of them the engine has been asked for.
+        self._views: deque[asyncio.Future[EngineView]] = deque()
+        self._num_looks = 0
         self._accepting = True
         self._idle = asyncio.Event()
         self._idle.set()
@@ -211,6 +227,19 @@ class AsyncEngine:
         """As of the last step; totals count from the first engine's start."""
         return self._stats
 
+    async def view(self) -> EngineView:
+        """What is to be seen of the engine between two steps; totals as in `stats`.
+
+        Raises EngineStoppedError where there is no engine: it has stopped, failed, or died.
+        """
+        await self.start()
+        if self.failed or self.restarting or not self._accepting:
+            raise EngineStoppedError(self._why_stopped())
+        view: asyncio.Future[EngineView] = asyncio.get_running_loop().create_future()
+        self._views.append(view)
+        self._look()
+        return await view
+
     async def drain(self) -> None:
         """Take no new requests and wait until the running ones are through."""
         self._accepting = False
@@ -221,15 +250,31 @@ class AsyncEngine:
         self._accepting = False
         await self._keeper.stop()
         self._fail_streams()
+        self._fail_views()
 
     def _why_stopped(self) -> str:
         if self.failed:
             return "The engine has failed; its log says why. Restart it."
+        if self.restarting:
+            return "The engine has died, and is being started again."
         return "The engine is shutting down and takes no more requests."
 
     def _fail_streams(self) -> None:
         for flight in self._flights.values():
             self._fail(flight, EngineStoppedError(self._why_stopped()))
+
+    def _look(self) -> None:
+        """Ask for the views that are waited for, if there is an engine to ask."""
+        while self._keeper.up and self._num_looks < len(self._views):
+            self._keeper.send(Look())
+            self._num_looks += 1
+
+    def _fail_views(self) -> None:
+        self._num_looks = 0
+        while self._views:
+            view = self._views.popleft()
+            if not view.done():
+                view.set_exception(EngineStoppedError(self._why_stopped()))
 
     # What requests go through.
 
@@ -310,6 +355,7 @@ class AsyncEngine:
 
     def engine_is_up(self) -> None:
         self._submit_all()
+        self._look()
 
     def engine_is_busy(self) -> bool:
         return any(flight.promised for flight in self._roster)
@@ -326,6 +372,8 @@ class AsyncEngine:
                     flight.admitted = True
                     if report.error is not None:
                         self._fail(flight, report.error)
+            case Seen():
+                self._on_seen(report.view)
 
     def _on_news(self, news: News) -> None:
         self._roster.completed(news.num_steps)
@@ -346,7 +394,18 @@ class AsyncEngine:
             for output in outputs:
                 self._clear(self._flights[output.request_id])
 
+    def _on_seen(self, view: EngineView) -> None:
+        def name(key: str) -> str:
+            flight = self._roster.find(key)
+            return f"over-{key}" if flight is None else flight.request_id
+
+        self._num_looks -= 1
+        waiting = self._views.popleft()
+        if not waiting.done():  # else nobody waits any more
+            waiting.set_result(view.renamed(name, view.stats.following(self._earlier_stats)))
+
     def engine_died(self) -> None:
+        self._fail_views()
         roster = self._roster
         logger.error("The engine's process ended with %d requests in flight", len(roster))
         batch = roster.batch()
@@ -372,3 +431,4 @@ class AsyncEngine:
 
     def engine_failed(self) -> None:
         self._fail_streams()
+        self._fail_views()

@@ -12,8 +12,10 @@ comes, and can be taken back by hash until then. Blocks that no hash finds go to
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 DIGEST_SIZE = 32
+MAX_BYTE = 255
 
 
 def root_hash(cache_salt: str | None) -> bytes:
@@ -60,6 +62,17 @@ class BlockPool:
 
     def is_cached(self, block: int) -> bool:
         return self._hashes[block] is not None
+
+    def ref_counts(self) -> bytes:
+        """All reference counts, a byte each: MAX_BYTE stands for itself and for more."""
+        try:
+            return bytes(self._ref_counts)
+        except ValueError:
+            return bytes(min(count, MAX_BYTE) for count in self._ref_counts)
+
+    def cached_blocks(self) -> Iterable[int]:
+        """Blocks that can be found by hash, in no order that means anything."""
+        return self._by_hash.values()
 
     def allocate(self) -> int:
         """Claim the least recently used free block, forgetting what it held.

@@ -15,6 +15,7 @@ way.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from cuengine.batch_builder import build_batch, build_sampling
 from cuengine.beam_search import BeamSearch, Candidates, Result
 from cuengine.block_pool import BlockPool
 from cuengine.config import EngineConfig
+from cuengine.engine_view import NUM_STEPS, EngineView, StepView, view_engine, view_step
 from cuengine.errors import RequestError
 from cuengine.grammar import Grammar, GrammarCompiler
 from cuengine.outputs import EngineOutput, Logprob, TokenLogprobs, TokenOutput
@@ -127,6 +129,7 @@ class Engine:
         self._num_steps = 0
         self._num_scheduled = 0
         self._generation_tokens = 0
+        self._last_steps: deque[StepView] = deque(maxlen=NUM_STEPS)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> Engine:
@@ -289,6 +292,15 @@ class Engine:
             stats.num_accepted_tokens_per_pos = tuple(speculator.accepted_per_pos)
         return stats
 
+    def view(self) -> EngineView:
+        """What is to be seen of it between two steps, for people to look at."""
+        return view_engine(
+            self.scheduler,
+            self._last_steps,
+            self.stats(),
+            speculative=self._speculator is not None,
+        )
+
     def _launch(self) -> _Launched | None:
         """Give the next step to the device, if there is one."""
         runner = self.runner
@@ -308,6 +320,7 @@ class Engine:
         except BaseException:
             self._abandon(step.chunks)
             raise
+        self._last_steps.append(view_step(self._num_steps + 1, step.chunks))
         self.scheduler.launched(step)
         self._num_steps += 1
         self._num_scheduled += len(step.chunks)

@@ -34,9 +34,11 @@ from cuengine.wire import (
     Launching,
     LoadFailed,
     Log,
+    Look,
     News,
     Ready,
     Report,
+    Seen,
     Start,
     WireError,
     frame,
@@ -183,6 +185,8 @@ class Loop:
             case Abort():
                 self._compiling.discard(order.key)
                 self._engine.abort(order.key)
+            case Look():
+                self._connection.send(Seen(self._engine.view()))
             case Start():
                 raise WireError("the engine has been started before")
 

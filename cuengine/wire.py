@@ -11,6 +11,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from cuengine.config import EngineConfig
+from cuengine.engine_view import EngineView
 from cuengine.errors import CuengineError, RequestError
 from cuengine.outputs import EngineOutput
 from cuengine.sampling_params import BeamSearchParams, SamplingParams
@@ -78,6 +79,10 @@ class Abort(Message, tag="abort"):
     key: str
 
 
+class Look(Message, tag="look"):
+    """Say what is to be seen of the engine; answered by one Seen."""
+
+
 class Ready(Message, tag="ready"):
     """The engine is loaded."""
 
@@ -126,6 +131,12 @@ class News(Message, tag="news"):
     num_steps: int
 
 
+class Seen(Message, tag="seen"):
+    """The engine between two steps; its requests are named by their keys."""
+
+    view: EngineView
+
+
 class Log(Message, tag="log"):
     """A log record. exception: its traceback, where there was one."""
 
@@ -136,8 +147,8 @@ class Log(Message, tag="log"):
     exception: str | None = None
 
 
-Command = Start | Add | AddBeams | FinishSample | Abort
-Report = Ready | LoadFailed | Admitted | Launching | News | Log
+Command = Start | Add | AddBeams | FinishSample | Abort | Look
+Report = Ready | LoadFailed | Admitted | Launching | News | Seen | Log
 
 T = TypeVar("T")
 
