@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from cuengine.api.settings import ToolCallFormat
 from cuengine.config import EngineConfig
+from cuengine.engine_view import EngineView
 from cuengine.outputs import RequestDelta
 from cuengine.sampling_params import RequestParams
 
@@ -130,4 +131,5 @@ class ServingEngine(Protocol):
         cache_salt: str | None = None,
     ) -> AsyncGenerator[RequestDelta, None]: ...
     def stats(self) -> ServingStats: ...
+    async def view(self) -> EngineView: ...
     async def stop(self) -> None: ...

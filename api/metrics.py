@@ -6,6 +6,7 @@ tokens flow.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from time import perf_counter
 
@@ -28,6 +29,9 @@ _REQUEST_BUCKETS = (
     0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0,
     240.0, 480.0, 960.0,
 )  # fmt: skip
+
+LAST_FIRST_TOKENS, LAST_GAPS = 100, 1000
+"""Latencies that are kept as they are, for people who look at the moment."""
 
 _GAUGES = (
     ("requests_running", "num_running", "Requests in the running batch"),
@@ -56,6 +60,8 @@ class Metrics:
 
     def __init__(self, engine: ServingEngine, model_name: str) -> None:
         self._registry = CollectorRegistry()
+        self.last_first_tokens: deque[float] = deque(maxlen=LAST_FIRST_TOKENS)
+        self.last_gaps: deque[float] = deque(maxlen=LAST_GAPS)
         self._registry.register(_EngineCollector(engine, model_name))
         self.first_token = Histogram(
             "cuengine_time_to_first_token_seconds",
@@ -114,7 +120,9 @@ class RequestTimer:
             if count:
                 last = self._last.get(sequence.index)
                 if last is not None:
-                    metrics.inter_token.observe((now - last) / count)
+                    gap = (now - last) / count
+                    metrics.inter_token.observe(gap)
+                    metrics.last_gaps.append(gap)
                 self._last[sequence.index] = now
                 self._tokens += count
             if sequence.finish_reason is not None:
@@ -122,6 +130,7 @@ class RequestTimer:
         if not self._first and self._tokens:
             self._first = now
             metrics.first_token.observe(now - self._start)
+            metrics.last_first_tokens.append(now - self._start)
         if delta.finished:
             self._finished = True
             metrics.request.observe(now - self._start)

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from cuengine.api.answers import json_answer
 from cuengine.api.errors import ErrorBody
-from cuengine.api.route import Route
+from cuengine.api.route import PRIVATE, Route
 from cuengine.api.state import ServerState
 
 _REF = "#/components/schemas/{name}"
@@ -28,14 +28,14 @@ async def show(request: web.Request, state: ServerState) -> web.Response:
 
 
 def describe(routes: Sequence[Route], root_path: str, *, with_keys: bool) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of `routes`. with_keys: /v1 needs an API key."""
+    """The OpenAPI 3.1 document of `routes`. with_keys: PRIVATE paths need an API key."""
     types = [kind for r in routes for kind in (r.body, r.answer) if isinstance(kind, type)]
     types.append(ErrorBody)
     _, components = msgspec.json.schema_components(types, ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         path = _VARIABLE.sub(r"{\1}", route.path)
-        secured = with_keys and path.startswith("/v1")
+        secured = with_keys and path.startswith(PRIVATE)
         paths.setdefault(path, {})[route.method.lower()] = _operation(route, secured)
     document: dict[str, Any] = {
         "openapi": "3.1.0",

@@ -1,4 +1,4 @@
-"""The web pages, and what machines ask a server about itself: health, version, metrics."""
+"""Files of the web pages, and what machines ask a server about itself: health, version, metrics."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ PAGES = _read_pages()
 
 
 async def chat_page(request: web.Request, state: ServerState) -> web.Response:
-    return _answer(request, PAGES["index.html"])
+    return page_answer(request, PAGES["index.html"])
 
 
 async def static_file(request: web.Request, state: ServerState) -> web.Response:
     page = PAGES.get(request.match_info["name"])
     if page is None:
         raise ApiError(404, f"There is no file {request.path}.")
-    return _answer(request, page)
+    return page_answer(request, page)
 
 
-def _answer(request: web.Request, page: Page) -> web.Response:
+def page_answer(request: web.Request, page: Page) -> web.Response:
     headers = {**_SECURITY, "ETag": f'"{page.etag}"'}
     if any(tag.value == page.etag for tag in request.if_none_match or ()):
         return web.Response(status=304, headers=headers)

@@ -9,6 +9,9 @@ from aiohttp import web
 
 from cuengine.api.protocol import Body
 
+PRIVATE = ("/v1", "/dashboard/events")
+"""How the paths begin that need an API key: what vLLM asks one for, and what names requests."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:

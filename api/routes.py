@@ -14,7 +14,7 @@ from typing import Any
 
 from aiohttp import web
 
-from cuengine.api import chat, completions, models, openapi, pages, responses, tokenize
+from cuengine.api import chat, completions, dashboard, models, openapi, pages, responses, tokenize
 from cuengine.api.access_log import identify
 from cuengine.api.body import BodyDecoder, read_json
 from cuengine.api.connection import Connection
@@ -34,7 +34,7 @@ from cuengine.api.protocol import (
     Version,
 )
 from cuengine.api.responses_protocol import Response, ResponsesRequest
-from cuengine.api.route import Route
+from cuengine.api.route import PRIVATE, Route
 from cuengine.api.state import STATE, ServerState
 
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -144,9 +144,23 @@ ROUTES = (
     ),
     Route(
         method="GET",
+        path="/dashboard",
+        handler=dashboard.page,
+        summary="A page that shows the block pool, block tables and batches as they are",
+        answer="text/html",
+    ),
+    Route(
+        method="GET",
+        path="/dashboard/events",
+        handler=dashboard.events,
+        summary="What that page shows, as server-sent events",
+        answer="text/event-stream",
+    ),
+    Route(
+        method="GET",
         path="/static/{name}",
         handler=pages.static_file,
-        summary="A part of that page",
+        summary="A part of these pages",
         answer="*/*",
     ),
 )
@@ -238,10 +252,10 @@ async def _admit(request: web.Request, handler: _Handler, state: ServerState) ->
 
 
 def _check_key(request: web.Request, state: ServerState) -> None:
-    """/v1 needs one of the API keys, where there are any; the rest is open, as in vLLM."""
+    """What PRIVATE names needs one of the API keys, where there are any; the rest is open."""
     keys = state.settings.api_keys
     paths = (request.path, request.path.removeprefix(state.settings.root_path))
-    if not keys or not any(path.startswith("/v1") for path in paths):
+    if not keys or not any(path.startswith(PRIVATE) for path in paths):
         return
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     # Digests have one length, and all are compared: the time says nothing about a key.

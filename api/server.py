@@ -107,7 +107,7 @@ class RunningServer:
 
     async def drain(self) -> None:
         """Refuse what is new with 503 and wait until what runs is done."""
-        self._state.draining = True
+        self._state.start_draining()
         await self._state.wait_idle()
 
     @property
@@ -116,7 +116,7 @@ class RunningServer:
 
     async def stop(self) -> None:
         """Close the listening socket, stop the engine, end what still runs with an error."""
-        self._state.draining = True
+        self._state.start_draining()
         if self._listener is not None:
             self._listener.close()
         self._listening.close()

@@ -24,7 +24,7 @@ class ServerSettings:
     ssl_ca_certs         clients must have a certificate of one of these authorities
     root_path            path under which a proxy shows this server
     served_model_names   names that requests may use, the first is reported; empty: the model's
-    api_keys             where given, /v1 needs one of them as bearer token
+    api_keys             where given, /v1 and the dashboard's events need one as bearer token
     cors_origins         origins that browsers may call from; "*" allows any
     tool_call_parser     how the model writes tool calls; None: as its chat template suggests
     max_n                samples that one request may ask for

@@ -17,6 +17,7 @@ from cuengine.api.errors import ApiError
 from cuengine.api.limits import Limits
 from cuengine.api.metrics import Metrics
 from cuengine.api.settings import ServerSettings
+from cuengine.api.watchers import Watchers
 
 logger = logging.getLogger("cuengine.api")
 
@@ -33,6 +34,7 @@ class ServerState:
 
     max_prompt_tokens  the context, or less where the operator says so
     limits       how much work is taken on
+    watchers     who looks at the dashboard
     openapi      the description of all routes, set where they are added
     draining     a signal has come: new requests are refused
     in_flight    requests being answered
@@ -48,6 +50,7 @@ class ServerState:
             engine.max_model_len, settings.max_prompt_tokens or engine.max_model_len
         )
         self.limits = Limits(settings.max_concurrent_requests, settings.max_queued_requests)
+        self.watchers = Watchers(engine, self.metrics, self.model_names[0])
         self.openapi: dict[str, Any] = {}
         self.draining = False
         self.in_flight = 0
@@ -71,6 +74,11 @@ class ServerState:
     async def off_loop(self, work: Callable[[], T]) -> T:
         """Run `work` on a tokenizer thread."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    def start_draining(self) -> None:
+        """Take no new requests, and show nothing to watchers any more, who would stay for ever."""
+        self.draining = True
+        self.watchers.end()
 
     def request_started(self) -> None:
         self.in_flight += 1

@@ -15,6 +15,7 @@ from typing import Any
 
 from cuengine.api.server import ServerSettings, run_server
 from cuengine.config import EngineConfig
+from cuengine.engine_view import EngineView
 from cuengine.errors import EngineStoppedError, RequestError
 from cuengine.outputs import Logprob, RequestDelta, SequenceDelta, TokenLogprobs
 from cuengine.sampling_params import BeamSearchParams, RequestParams, SamplingParams
@@ -93,6 +94,7 @@ class FakeEngine:
     hold      where set, no step happens until it is released; "first": only the first ones wait
     delay     seconds a step takes
     error     raised instead of the step with the number `error_at`
+    seen      what a view of it is; None: an empty pool of eight blocks
     context   prompt and output may be so long
     """
 
@@ -113,6 +115,8 @@ class FakeEngine:
     chat_template: FakeTemplate | None = field(default_factory=FakeTemplate)
     generation_defaults: FakeDefaults = field(default_factory=FakeDefaults)
     figures: EngineStats = field(default_factory=EngineStats)
+    seen: EngineView | None = None
+    views: int = 0
 
     def __post_init__(self) -> None:
         self.config = EngineConfig(model="fake-model")
@@ -128,6 +132,20 @@ class FakeEngine:
 
     def stats(self) -> EngineStats:
         return self.figures
+
+    async def view(self) -> EngineView:
+        self.views += 1
+        await self._news()
+        if self.stopped:
+            raise EngineStoppedError("the engine has stopped")
+        return self._idle_view() if self.seen is None else self.seen
+
+    def _idle_view(self) -> EngineView:
+        return EngineView(
+            time=0.0, block_size=16, ref_counts=bytes(8), cached=bytes(1), running=[], queue=[],
+            queued={}, num_host_blocks=0, num_free_host_blocks=0, steps=[], token_budget=512,
+            speculative=False, stats=self.figures,
+        )  # fmt: skip
 
     async def _news(self) -> None:
         async with self.changed:

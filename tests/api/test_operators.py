@@ -204,7 +204,7 @@ async def test_under_a_root_path_every_route_answers_with_it_and_without(serve: 
 async def test_no_root_path_leads_past_the_api_key(serve: Serve, root_path: str) -> None:
     served = await serve(api_keys=("k",), root_path=root_path)
     base = served.server.url.removesuffix(root_path)
-    for path in ("/v1/models", COMPLETIONS, "/v1/nothing"):
+    for path in ("/v1/models", COMPLETIONS, "/v1/nothing", "/dashboard/events"):
         for prefix in ("", root_path):
             async with served.session.post(f"{base}{prefix}{path}", json=BODY) as answer:
                 assert answer.status == 401

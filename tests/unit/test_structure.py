@@ -29,6 +29,7 @@ ASSEMBLY = {
 API_USES = {
     "cuengine.async_engine",
     "cuengine.config",
+    "cuengine.engine_view",
     "cuengine.errors",
     "cuengine.outputs",
     "cuengine.sampling_params",
