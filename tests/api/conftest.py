@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -15,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_engine import FakeEngine
 from serving import Serve, Served
+
+from playwright.async_api import Browser, async_playwright
 
 from cuengine.api.server import ServerSettings, running_server
 
@@ -33,3 +36,17 @@ async def serve() -> AsyncIterator[Serve]:
             return Served(engine, server, session)
 
         yield start
+
+
+@pytest.fixture
+async def browser() -> AsyncIterator[Browser]:
+    """Chromium without a window, as the distribution has it."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("needs a browser: install chromium")
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox"], timeout=120_000
+        )
+        yield browser
+        await browser.close()

@@ -1,12 +1,18 @@
 // The chat page: keeps one conversation, streams answers from /v1/chat/completions and can stop them.
 // Plain DOM, no library. Model text only ever becomes text nodes, never HTML.
 
-"use strict";
+import { tokenView } from "./logprobs.js";
+import { authorization, errorText, events, storedKey, storeKey } from "./server.js";
 
 const $ = (id) => document.getElementById(id);
 const log = $("log");
 const input = $("input");
-const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "seed"];
+const NUMBERS = [
+  "temperature", "top_p", "top_k", "min_p",
+  "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens", "seed",
+];
+const ALTERNATIVES = 5; // to each token, where log-probabilities are asked for
+const FIGURES_MS = 250; // between two updates of what is counted while an answer comes
 const SAVED = [...NUMBERS, "system", "stop"];
 
 let conversation = []; // {role, content}, without the system message; a new list per chat
@@ -16,23 +22,28 @@ let running = null; // AbortController of the answer that is being written
 
 function loadSettings() {
   for (const name of SAVED) $(name).value = localStorage.getItem(`cuengine.${name}`) ?? "";
-  $("key").value = sessionStorage.getItem("cuengine.key") ?? "";
+  $("logprobs").checked = localStorage.getItem("cuengine.logprobs") === "true";
+  $("key").value = storedKey();
   for (const name of SAVED) {
     $(name).addEventListener("change", () => localStorage.setItem(`cuengine.${name}`, $(name).value));
   }
+  $("logprobs").addEventListener("change", () => {
+    localStorage.setItem("cuengine.logprobs", $("logprobs").checked);
+  });
   $("key").addEventListener("change", () => {
-    sessionStorage.setItem("cuengine.key", $("key").value); // forgotten with the tab
+    storeKey($("key").value);
     loadModels();
   });
 }
 
-function headers() {
-  const key = $("key").value.trim();
-  return { "Content-Type": "application/json", ...(key && { Authorization: `Bearer ${key}` }) };
-}
+const headers = () => ({ "Content-Type": "application/json", ...authorization() });
 
 function requestBody() {
-  const body = { stream: true, stream_options: { include_usage: true }, messages: [...conversation] };
+  const body = {
+    stream: true,
+    stream_options: { include_usage: true, continuous_usage_stats: true },
+    messages: [...conversation],
+  };
   if ($("model").value) body.model = $("model").value;
   const system = $("system").value.trim();
   if (system) body.messages.unshift({ role: "system", content: system });
@@ -41,6 +52,7 @@ function requestBody() {
     if (Number.isFinite(value)) body[name] = value;
   }
   if ($("stop").value) body.stop = $("stop").value;
+  if ($("logprobs").checked) Object.assign(body, { logprobs: true, top_logprobs: ALTERNATIVES });
   return body;
 }
 
@@ -53,14 +65,6 @@ async function loadModels() {
     say("");
   } catch (error) {
     say(error.message, true);
-  }
-}
-
-async function errorText(answer) {
-  try {
-    return (await answer.json()).error.message;
-  } catch {
-    return `The server answered ${answer.status} ${answer.statusText}.`;
   }
 }
 
@@ -114,32 +118,23 @@ function painter(node) {
 
 // --- one answer -----------------------------------------------------------------------------
 
-// The JSON of each `data:` line of a stream of server-sent events; comments are skipped.
-async function* events(stream) {
-  const reader = stream.pipeThrough(new TextDecoderStream()).getReader();
-  let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const lines = (rest + value).split("\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      if (line === "data: [DONE]") return;
-      if (line.startsWith("data: ")) yield JSON.parse(line.slice(6));
-    }
-  }
-}
-
 async function answer() {
   const mine = conversation; // "New chat" may put another in its place meanwhile
   const message = addMessage("assistant", "");
-  const paint = painter(message.querySelector(".text"));
+  const text = message.querySelector(".text");
+  const paint = painter(text);
+  const counted = element("p", "figures");
+  counted.setAttribute("aria-live", "off"); // it changes all the time
+  message.append(counted);
   message.classList.add("waiting");
   const controller = new AbortController();
   setRunning(controller);
   const sent = performance.now();
+  const tokens = []; // with their log-probabilities, where they were asked for
   let content = "";
   let first = 0;
+  let last = 0;
+  let updated = 0;
   let usage = null;
   let reason = null;
   let problem = null;
@@ -157,11 +152,17 @@ async function answer() {
       const choice = event.choices[0];
       if (!choice) continue;
       reason = choice.finish_reason ?? reason;
+      tokens.push(...(choice.logprobs?.content ?? []));
       if (choice.delta.content) {
-        first ||= performance.now();
+        last = performance.now();
+        first ||= last;
         message.classList.replace("waiting", "writing");
         content += choice.delta.content;
         paint(content);
+      }
+      if (last - updated > FIGURES_MS) {
+        updated = last;
+        counted.textContent = figures({ sent, first, last, usage });
       }
     }
     if (reason === null) throw new Error("The connection ended before the answer did.");
@@ -174,18 +175,21 @@ async function answer() {
   }
   if (content) mine.push({ role: "assistant", content });
   else if (mine === conversation) giveBack();
-  message.append(element("p", "figures", figures({ sent, first, usage, reason })));
+  counted.textContent = figures({ sent, first, last, usage, reason });
+  if (tokens.length) counted.append(...tokenView(text, tokens));
   if (problem) message.append(element("p", "error", problem.message));
   log.scrollTop = log.scrollHeight;
 }
 
-function figures({ sent, first, usage, reason }) {
+function figures({ sent, first, last, usage, reason = null }) {
   const parts = [];
   if (usage) {
-    const seconds = (performance.now() - first) / 1000;
     const cached = usage.prompt_tokens_details.cached_tokens;
     parts.push(`${usage.prompt_tokens} tokens in${cached ? ` (${cached} cached)` : ""}, ${usage.completion_tokens} out`);
-    if (usage.completion_tokens > 1) parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} tokens/s`);
+    const seconds = (last - first) / 1000;
+    if (usage.completion_tokens > 1 && seconds > 0) {
+      parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} tokens/s`);
+    }
   }
   if (first) parts.push(`first after ${((first - sent) / 1000).toFixed(2)} s`);
   if (reason === "length") parts.push("cut off at the token limit");
