@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as ListOf
-from collections.abc import Sequence as ListOf
 from typing import TYPE_CHECKING, Literal
 
 import msgspec

@@ -15,9 +15,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 from fake_engine import FakeEngine
-from serving import Serve, Served
-
 from playwright.async_api import Browser, async_playwright
+from serving import Serve, Served
 
 from cuengine.api.server import ServerSettings, running_server
 

@@ -182,8 +182,14 @@ async def test_figures_are_those_of_the_engine(serve: Serve, browser: Browser, l
         stats, view = live.real.stats(), live.real.view()
         hits = f"{100 * stats.prefix_hits / stats.prefix_queries:.0f}%"
         right = f"{100 * stats.num_accepted_tokens / stats.num_draft_tokens:.0f}%"
-        for field, text in (("running", str(stats.num_running)), ("waiting", "2"),
-                            ("hits", hits), ("acceptance", right), ("preemptions", "0")):  # fmt: skip
+        figures = {
+            "running": str(stats.num_running),
+            "waiting": "2",
+            "hits": hits,
+            "acceptance": right,
+            "preemptions": "0",
+        }
+        for field, text in figures.items():
             await expect(page.locator(f"#{field}")).to_have_text(text)
         last = view.steps[-1]
         await expect(page.locator("#steps-last")).to_contain_text(
