@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Collection
-from contextlib import suppress
 from typing import Literal
 
 import msgspec
@@ -41,16 +40,20 @@ class Latency(msgspec.Struct, frozen=True):
         return cls(median, p95)
 
 
+Status = Literal["running", "restarting", "stopped"]
+
+
 class Picture(msgspec.Struct, frozen=True):
     """All that the page shows at a time.
 
-    view  None where the engine has stopped or failed
-    ttft  time to first token of the last requests
-    tpot  time between two tokens of a sample, of the last tokens
+    status  restarting: the engine died, and comes back; stopped: it does not
+    view    None where there is no engine
+    ttft    time to first token of the last requests
+    tpot    time between two tokens of a sample, of the last tokens
     """
 
     model: str
-    status: Literal["running", "stopped"]
+    status: Status
     view: EngineView | None
     ttft: Latency | None
     tpot: Latency | None
@@ -115,20 +118,23 @@ class Watchers:
     async def _work(self) -> None:
         seen = None
         while True:
-            stats = self._engine.stats()
-            if self._outdated or stats != seen:
-                self._outdated, seen = False, stats
+            now = (self._engine.stats(), self._engine.restarting, self._engine.failed)
+            if self._outdated or now != seen:
+                self._outdated, seen = False, now
                 self._picture = self._encode(await self._take())
                 self._wake()
             await asyncio.sleep(INTERVAL)
 
     async def _take(self) -> Picture:
-        view = None
-        with suppress(EngineStoppedError):
+        view: EngineView | None = None
+        status: Status = "running"
+        try:
             view = await self._engine.view()
+        except EngineStoppedError:
+            status = "restarting" if self._engine.restarting else "stopped"
         return Picture(
             model=self._model_name,
-            status="stopped" if view is None else "running",
+            status=status,
             view=view,
             ttft=Latency.of(self._metrics.last_first_tokens),
             tpot=Latency.of(self._metrics.last_gaps),

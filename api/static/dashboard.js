@@ -14,6 +14,12 @@ const RATE_SECONDS = 2; // over which tokens are counted
 const RATES_KEPT = 120;
 const QUEUE_SHOWN = 6;
 
+const STATES = {
+  running: ["live", "live"],
+  restarting: ["stopped", "engine starts again"],
+  stopped: ["stopped", "engine stopped"],
+};
+
 const $ = (id) => document.getElementById(id);
 const hues = new Hues();
 const map = new BlockMap($("map"), $("marks"), onBlock);
@@ -69,8 +75,7 @@ async function askForKey(problem) {
   $("refused").textContent = authorization().Authorization ? problem : "";
   $("ask").hidden = false;
   $("key").focus();
-  const event = await once($("ask"), "submit");
-  event.preventDefault();
+  await once($("ask"), "submit");
   storeKey($("key").value);
   $("ask").hidden = true;
 }
@@ -79,7 +84,7 @@ async function askForKey(problem) {
 
 function show(news) {
   const view = news.view ?? picture?.view;
-  setState(news.status === "running" ? "live" : "stopped", news.status === "running" ? "live" : "engine stopped");
+  setState(...STATES[news.status]);
   setText("model", news.model);
   if (!view) return;
   picture = { ...news, view };

@@ -185,15 +185,21 @@ async def test_a_watcher_does_not_keep_the_server_from_draining(serve: Serve) ->
     assert (await served.get(EVENTS))[0] == 503
 
 
-async def test_an_engine_that_has_stopped_shows_as_stopped(serve: Serve) -> None:
+async def test_an_engine_that_is_gone_shows_as_that_and_when_it_is_back(serve: Serve) -> None:
     served = await serve()
+    engine = served.engine
     async with watching(served) as watcher:
-        await watcher.next()
-        served.engine.stopped = 1
-        step(served.engine)
-        picture = await watcher.next()
-        assert picture is not None
-        assert (picture["status"], picture["view"]) == ("stopped", None)
+        for gone, restarting, status in (
+            (False, False, "running"),
+            (True, True, "restarting"),
+            (False, False, "running"),
+            (True, False, "stopped"),
+        ):
+            engine.stopped, engine.restarting, engine.failed = gone, restarting, status == "stopped"
+            picture = await watcher.next()
+            assert picture is not None
+            assert picture["status"] == status
+            assert (picture["view"] is None) == gone
 
 
 async def test_a_view_that_cannot_be_taken_ends_the_streams_and_is_logged(

@@ -7,14 +7,16 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from engine_control import Control, kill, patiently, until
 
 from cuengine import AsyncEngine, EngineConfig, EngineStoppedError, SamplingParams
+from cuengine.engine_view import EngineView
 
 TIMEOUT = 60
 
 
 @pytest.fixture
-async def engine(tiny_chat_model: Path) -> AsyncIterator[AsyncEngine]:
+async def engine(tiny_chat_model: Path, control: Control) -> AsyncIterator[AsyncEngine]:
     config = EngineConfig(model=str(tiny_chat_model), device="cpu", max_model_len=1024)
     engine = AsyncEngine.from_config(config)
     yield engine
@@ -54,6 +56,33 @@ async def test_who_waits_for_a_view_hears_that_the_engine_has_stopped(engine: As
         await asyncio.sleep(0)
         await engine.stop()
         for result in await asyncio.gather(*waiting, return_exceptions=True):
-            assert not isinstance(result, BaseException) or isinstance(result, EngineStoppedError)
-        with pytest.raises(EngineStoppedError):
+            assert isinstance(result, EngineView | EngineStoppedError)
+        with pytest.raises(EngineStoppedError, match="shutting down"):
             await engine.view()
+
+
+async def test_an_engine_that_died_is_seen_again_when_another_one_has_taken_over(
+    control: Control, engine: AsyncEngine
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
+    stream = engine.generate([5] * 40, params, request_id="mine")
+    await patiently(anext(stream))
+    before = await patiently(engine.view())
+    control.close()
+    waiting = asyncio.create_task(engine.view())
+    await asyncio.sleep(0.05)  # so that it is asked while a step waits
+    kill(engine)
+    with pytest.raises(EngineStoppedError, match="being started again"):
+        await patiently(waiting)
+    with pytest.raises(EngineStoppedError, match="being started again"):
+        await engine.view()
+    control.open()
+    await until(lambda: engine.num_restarts == 1 and not engine.restarting)
+    steps = engine.stats().num_steps
+    await until(lambda: engine.stats().num_steps > steps)
+    after = await patiently(engine.view())
+    assert [s.request_id for s in after.running] == ["mine"]
+    assert after.running[0].num_tokens >= before.running[0].num_tokens
+    # Totals go on from those of the engine before.
+    assert after.stats.num_steps > before.stats.num_steps
+    await stream.aclose()

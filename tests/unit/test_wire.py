@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuengine.config import EngineConfig
+from cuengine.engine_view import EngineView, QueuedView, SequenceView, StepView
 from cuengine.errors import RequestError
 from cuengine.outputs import EngineOutput, Logprob, TokenOutput
 from cuengine.sampling_params import BeamSearchParams, SamplingParams
@@ -28,10 +29,12 @@ from cuengine.wire import (
     Launching,
     LoadFailed,
     Log,
+    Look,
     Message,
     News,
     Ready,
     Report,
+    Seen,
     Start,
     WireError,
     frame,
@@ -54,6 +57,7 @@ COMMANDS: list[Message] = [
     AddBeams("4", [1], BeamSearchParams(4, None, early_stopping="never", length_penalty=0.5)),
     FinishSample("1", 2),
     Abort("2"),
+    Look(),
 ]
 REPORTS: list[Message] = [
     Ready(2048, 100, 49152),
@@ -75,6 +79,23 @@ REPORTS: list[Message] = [
         ],
         EngineStats(num_steps=3, mean_batch=1.5, num_accepted_tokens_per_pos=(2, 1)),
         3,
+    ),
+    Seen(
+        EngineView(
+            time=12.5,
+            block_size=16,
+            ref_counts=bytes([0, 1, 255]),
+            cached=b"\x05",
+            running=[SequenceView("1", 2, 1, 10, 20, 19, 20, b"\1\0\0\0\2\0\0\0")],
+            queue=[QueuedView("2", 0, 7, "swapped")],
+            queued={"waiting": 0, "swapped": 1},
+            num_host_blocks=8,
+            num_free_host_blocks=7,
+            steps=[StepView(2**40, 3, 12, 2, 8)],
+            token_budget=512,
+            speculative=True,
+            stats=EngineStats(num_steps=3, num_accepted_tokens_per_pos=(2, 1)),
+        )
     ),
     Log("cuengine", 30, "lowered", 12.5, "Traceback"),
 ]
