@@ -12,6 +12,7 @@ const NUMBERS = [
   "repetition_penalty", "presence_penalty", "frequency_penalty", "max_tokens", "seed",
 ];
 const ALTERNATIVES = 5; // to each token, where log-probabilities are asked for
+const SHORTEST_MS = 50; // over which tokens a second say anything
 const FIGURES_MS = 250; // between two updates of what is counted while an answer comes
 const SAVED = [...NUMBERS, "system", "stop"];
 
@@ -186,9 +187,8 @@ function figures({ sent, first, last, usage, reason = null }) {
   if (usage) {
     const cached = usage.prompt_tokens_details.cached_tokens;
     parts.push(`${usage.prompt_tokens} tokens in${cached ? ` (${cached} cached)` : ""}, ${usage.completion_tokens} out`);
-    const seconds = (last - first) / 1000;
-    if (usage.completion_tokens > 1 && seconds > 0) {
-      parts.push(`${((usage.completion_tokens - 1) / seconds).toFixed(1)} tokens/s`);
+    if (last - first >= SHORTEST_MS) {
+      parts.push(`${((1000 * (usage.completion_tokens - 1)) / (last - first)).toFixed(1)} tokens/s`);
     }
   }
   if (first) parts.push(`first after ${((first - sent) / 1000).toFixed(2)} s`);

@@ -26,7 +26,8 @@ const map = new BlockMap($("map"), $("marks"), onBlock);
 const tables = new BlockTables($("rows"), $("rest"), onHover, onPin);
 
 let palette = readPalette();
-let picture = null; // the last one that was drawn
+let latest = null; // the last picture that came
+let picture = null; // the last one with a view that was drawn
 let pool = null; // of its view
 let hovered = null; // key of the sequence under the pointer or the focus
 let pinned = null; // key of the sequence that stays lit
@@ -63,7 +64,8 @@ async function followOnce(signal) {
   if (!response.ok) throw new Error(await errorText(response));
   for await (const news of events(response.body)) {
     samples = news.view ? [...samples, sample(news.view)].slice(-100) : [];
-    if (!paused) show(news);
+    latest = news;
+    if (!paused) show(latest);
   }
   setState("lost", "connection lost");
 }
@@ -122,7 +124,7 @@ function showFigures({ view, ttft, tpot }) {
   showLatency("ttft", ttft);
   showLatency("tpot", tpot);
   const { prefix_hits: hits, prefix_queries: queries } = stats;
-  setNumber("hits", queries ? percent(hits / queries) : "–", queries ? "%" : "", `${group(hits)} of ${group(queries)}`);
+  setNumber("hits", queries ? percent(hits / queries) : "–", queries ? "%" : "", queries ? `${group(hits)} of ${group(queries)}` : "");
   setNumber("preemptions", group(stats.num_preemptions), "", view.num_host_blocks ? `${group(stats.num_swaps)} swapped` : "");
   $("speculation").hidden = !view.speculative;
   const { num_draft_tokens: guessed, num_accepted_tokens: right } = stats;
@@ -180,7 +182,7 @@ function showRate() {
   const rate = idle || from === now ? 0 : (now.tokens - from.tokens) / (now.time - from.time);
   rates = [...rates, rate].slice(-RATES_KEPT);
   if (paused) return;
-  setText("rate", rate >= 100 ? group(Math.round(rate)) : rate.toFixed(1));
+  setText("rate", rate >= 100 || rate === 0 ? group(Math.round(rate)) : rate.toFixed(1));
   drawSparkline($("rates"), palette, rates);
 }
 
@@ -320,6 +322,7 @@ $("pause").addEventListener("click", () => {
   paused = !paused;
   $("pause").setAttribute("aria-pressed", String(paused));
   $("pause").textContent = paused ? "Go on" : "Pause";
+  if (!paused && latest) show(latest);
 });
 $("ask").addEventListener("submit", (event) => event.preventDefault());
 document.addEventListener("keydown", (event) => {

@@ -1,5 +1,7 @@
 // An answer token by token: how likely each was, and what it could have been. Made when asked for.
 
+const IMPOSSIBLE = -9999; // what JSON has for minus infinity here
+const natural = (logprob) => (logprob <= IMPOSSIBLE ? "\u2212\u221e" : logprob.toFixed(2).replace("-", "\u2212"));
 const percent = (logprob) => `${(100 * Math.exp(logprob)).toFixed(1)} %`;
 
 // White space is shown by signs, so that a token of nothing else can be seen.
@@ -83,7 +85,7 @@ function alternatives({ token, logprob, top_logprobs: top }) {
     row.append(
       element("code", "", shown(other.token)), bar,
       element("span", "number", percent(other.logprob)),
-      element("span", "number", other.logprob.toFixed(2)),
+      element("span", "number", natural(other.logprob)),
     );
     return row;
   });

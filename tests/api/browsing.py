@@ -38,7 +38,7 @@ async def open_page(
     await page.goto(url)
     yield page
     if sound:
-        assert problems == []
+        assert not problems, problems
     await context.close()
 
 

@@ -27,7 +27,7 @@ async def _ask(page: Page, text: str) -> None:
 async def test_a_question_is_asked_streamed_stopped_and_asked_again_by_keyboard(
     serve: Serve, browser: Browser, size: str
 ) -> None:
-    engine = FakeEngine(text="A list:\n```\n<b>not bold</b>\n```\nThat is all of it.")
+    engine = FakeEngine(text="A list:\n```\n<b>not bold</b>\n```\nThat is all of it.", delay=0.002)
     served = await serve(engine)
     engine.gate.clear()
     async with open_page(browser, served.server.url, size) as page:
@@ -125,12 +125,14 @@ async def test_log_probabilities_are_there_where_they_are_asked_for_and_read_by_
         rows = page.locator(".alternatives p")
         await expect(rows).to_have_count(5)
         drawn = page.locator(".alternatives .drawn")
-        await expect(drawn).to_have_text("b36.8 %-1.00")
-        await expect(rows.filter(has_text="c")).to_have_text("c60.7 %-0.50")
+        await expect(drawn).to_have_text("b36.8 %−1.00")
+        await expect(rows.filter(has_text="c")).to_have_text("c60.7 %−0.50")
+        # What cannot be is so likely as never.
+        await expect(rows.filter(has_text="f")).to_have_text("f0.0 %−∞")
         await keep_picture(page, f"{size}-logprobs")
         assert await fits_its_window(page)
         await tokens.nth(0).click()
-        await expect(drawn).to_have_text("a36.8 %-1.00")
+        await expect(drawn).to_have_text("a36.8 %−1.00")
         await toggle.click()
         await expect(page.locator(".assistant .text").nth(1)).to_have_text("a <b>")
         await expect(tokens.nth(0)).to_be_hidden()

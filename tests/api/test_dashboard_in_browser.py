@@ -34,7 +34,10 @@ READ_CELLS = """(numBlocks) => {
   const canvas = document.getElementById("map");
   const [columns, pitch] = [Number(canvas.dataset.columns), Number(canvas.dataset.pitch)];
   const ratio = canvas.width / canvas.clientWidth;
-  const { data } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+  const copy = new OffscreenCanvas(canvas.width, canvas.height);
+  const context = copy.getContext("2d", { willReadFrequently: true });
+  context.drawImage(canvas, 0, 0);
+  const { data } = context.getImageData(0, 0, copy.width, copy.height);
   const at = (x, y) => {
     const i = 4 * (Math.floor(y * ratio) * canvas.width + Math.floor(x * ratio));
     return `rgb(${data[i]}, ${data[i + 1]}, ${data[i + 2]})`;
@@ -44,6 +47,11 @@ READ_CELLS = """(numBlocks) => {
     const [x, y] = [(block % columns) * pitch, Math.floor(block / columns) * pitch];
     return [at(x + Math.min(1, size - 1), y + size * 0.3), at(x + size / 2, y + size / 2)];
   });
+}"""
+COUNT_LEFTS = """(cells) => {
+  const counts = {};
+  for (const [left] of cells) counts[left] = (counts[left] ?? 0) + 1;
+  return counts;
 }"""
 READ_COLOURS = """() => {
   const style = getComputedStyle(document.documentElement);
@@ -78,6 +86,7 @@ class Live(FakeEngine):
 
     async def view(self) -> EngineView:
         self.views += 1
+        await self._news()
         return self.real.view()
 
 
@@ -151,7 +160,7 @@ async def _check(page: Page, engine: Engine) -> None:
             if pool.ref_count(block) == 1:
                 assert cells[block][0] == row["colour"]
     colour_of = {row["name"]: row["colour"] for row in rows}
-    assert len(set(colour_of.values())) == len(colour_of) == 3
+    assert len(set(colour_of.values())) == len(colour_of) >= 3
 
 
 @pytest.mark.parametrize("size", ["desktop", "phone"])
@@ -331,11 +340,11 @@ async def test_a_large_pool_is_drawn_whole(serve: Serve, browser: Browser) -> No
         await expect(page.locator("#count-held")).to_have_text("32,000")
         await expect(page.locator("#count-cached")).to_have_text("18,000")
         await expect(page.locator("#count-free")).to_have_text("50,000")
-        cells = await page.evaluate(READ_CELLS, num_blocks)
+        drawn = await page.evaluate(f"(numBlocks) => ({COUNT_LEFTS})(({READ_CELLS})(numBlocks))",
+                                    num_blocks)  # fmt: skip
         colours = await page.evaluate(READ_COLOURS)
-        lefts = [left for left, _ in cells]
-        assert lefts.count(colours["free"]) == 50_000
-        assert lefts.count(colours["cached"]) == 18_000
-        assert sum(lefts.count(hue) for hue in colours["hues"]) == 32_000
+        assert drawn[colours["free"]] == 50_000
+        assert drawn[colours["cached"]] == 18_000
+        assert [drawn[hue] for hue in colours["hues"]] == [4000] * 8
         await expect(page.locator("#rows li")).to_have_count(64)
         await keep_picture(page, "dashboard-large")
