@@ -27,7 +27,7 @@ from cuengine.batch_builder import build_batch, build_sampling
 from cuengine.beam_search import BeamSearch, Candidates, Result
 from cuengine.block_pool import BlockPool
 from cuengine.config import EngineConfig
-from cuengine.engine_view import NUM_STEPS, EngineView, StepView, view_engine, view_step
+from cuengine.engine_view import NUM_STEPS, EngineView, StepView
 from cuengine.errors import RequestError
 from cuengine.grammar import Grammar, GrammarCompiler
 from cuengine.outputs import EngineOutput, Logprob, TokenLogprobs, TokenOutput
@@ -37,6 +37,7 @@ from cuengine.sequence import Progress, Request, Sequence, SequenceStatus
 from cuengine.speculation import Speculator
 from cuengine.stats import EngineStats
 from cuengine.swap_space import SwapSpace
+from cuengine.viewing import view_engine, view_step
 
 if TYPE_CHECKING:
     from cuengine.model.chat_template import ChatTemplate
