@@ -101,6 +101,7 @@ async def open_page(browser: Browser, url: str, size: dict[str, int], **options:
         has_touch=size is PHONE,
         **options,
     )
+    context.set_default_timeout(0)  # the machine may have other work
     page = await context.new_page()
     await page.goto(url)
     return page
@@ -143,7 +144,7 @@ async def show_chat(browser: Browser, url: str, out: Path) -> None:
             await page.fill("#input", question)
             await page.press("#input", "Enter")
             await page.wait_for_selector("#stopping", state="visible")
-            await page.wait_for_selector("#send", state="visible", timeout=120_000)
+            await page.wait_for_selector("#send", state="visible")
         await page.locator(".toggle").last.click()
         await page.locator(".token").nth(3 if size is PHONE else 6).click()
         await page.evaluate("document.getElementById('log').scrollTop = 1e9")
