@@ -35,8 +35,9 @@ export class BlockTables {
       }
     }
     let before = null;
-    for (const sequence of shown) {
-      const row = this.#row(sequence.key);
+    const rows = shown.map((sequence) => this.#row(sequence.key));
+    shown.forEach((sequence, i) => {
+      const row = rows[i];
       const next = before ? before.nextSibling : this.#list.firstChild;
       if (row.item !== next) this.#list.insertBefore(row.item, next);
       before = row.item;
@@ -44,11 +45,13 @@ export class BlockTables {
       row.item.classList.toggle("dim", litKey !== null && litKey !== sequence.key);
       row.button.setAttribute("aria-pressed", String(pinnedKey === sequence.key));
       row.swatch.style.setProperty("background", palette.hues[sequence.hue]);
-      drawTable(row.canvas, palette, pool, sequence);
-    }
+    });
+    this.#list.hidden = shown.length === 0;
+    // Measured once, after all that changes the layout: all rows are equally wide.
+    const width = rows[0]?.canvas.clientWidth;
+    shown.forEach((sequence, i) => drawTable(rows[i].canvas, width, palette, pool, sequence));
     const left = pool.sequences.length - shown.length;
     this.#rest.textContent = left ? `and ${left} more` : "";
-    this.#list.hidden = shown.length === 0;
   }
 
   #row(key) {
@@ -92,8 +95,7 @@ function setText(node, text) {
   if (node.textContent !== text) node.textContent = text;
 }
 
-function drawTable(canvas, palette, pool, sequence) {
-  const width = canvas.clientWidth;
+function drawTable(canvas, width, palette, pool, sequence) {
   const count = sequence.table.length;
   const perLine = (size) => Math.max(1, Math.floor((width + size.gap) / (size.width + size.gap)));
   const size = SIZES.find((s) => count <= MOST_LINES * perLine(s)) ?? SIZES.at(-1);

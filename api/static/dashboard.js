@@ -33,6 +33,7 @@ let hovered = null; // key of the sequence under the pointer or the focus
 let pinned = null; // key of the sequence that stays lit
 let pointed = -1; // block under the pointer or the cursor
 let paused = false;
+let due = false; // the last picture is about to be drawn
 let samples = []; // {time, tokens} of the last seconds
 let rates = [];
 
@@ -65,7 +66,7 @@ async function followOnce(signal) {
   for await (const news of events(response.body)) {
     samples = news.view ? [...samples, sample(news.view)].slice(-100) : [];
     latest = news;
-    if (!paused) show(latest);
+    showSoon();
   }
   setState("lost", "connection lost");
 }
@@ -83,6 +84,16 @@ async function askForKey(problem) {
 }
 
 // --- drawing a picture ----------------------------------------------------------------------
+
+// At most once a frame, however fast pictures come.
+function showSoon() {
+  if (due || paused) return;
+  due = true;
+  requestAnimationFrame(() => {
+    due = false;
+    show(latest);
+  });
+}
 
 function show(news) {
   const view = news.view ?? picture?.view;
@@ -322,7 +333,7 @@ $("pause").addEventListener("click", () => {
   paused = !paused;
   $("pause").setAttribute("aria-pressed", String(paused));
   $("pause").textContent = paused ? "Go on" : "Pause";
-  if (!paused && latest) show(latest);
+  if (latest) showSoon();
 });
 $("ask").addEventListener("submit", (event) => event.preventDefault());
 document.addEventListener("keydown", (event) => {
