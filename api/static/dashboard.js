@@ -216,6 +216,8 @@ function onBlock(block, pin) {
     hovered = pinned ?? hovered;
   }
   drawSequences();
+  // Read aloud once; what is seen goes on changing.
+  setText("said", block < 0 ? "" : $("pointed").textContent);
 }
 
 function onHover(key) {

@@ -226,6 +226,7 @@ async def test_blocks_and_sequences_are_pointed_at_by_keyboard_and_by_mouse(
         for sequence in running:
             if shared in sequence.table.blocks:
                 await expect(pointed).to_contain_text(sequence.request.request_id)
+        await expect(page.locator("#said")).to_contain_text(f"Block {shared} · shared")
         # Enter keeps the first of them lit, again the next one.
         await page.keyboard.press("Enter")
         rows = page.locator("#rows button")
