@@ -56,6 +56,14 @@ POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "50 streams, the engine's process killed three times: each equal to its undisturbed run",
         ("bench/engine_kills.py",),
     ),
+    "malformed": (
+        "1,000 malformed requests: no 5xx, no leak, a good one is answered after each hundred",
+        ("bench/malformed.py",),
+    ),
+    "vanish": (
+        "300 clients vanish after three tokens: all blocks free a second after the last",
+        ("bench/vanishing.py",),
+    ),
     "throughput": (
         "at least 1.6 times vLLM's CPU build and 6 times transformers, where they are installed",
         ("bench/throughput.py", "--engine", "all", "--require", "vllm=1.6", "hf=6"),
