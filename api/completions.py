@@ -16,6 +16,7 @@ from cuengine.api.answers import json_answer
 from cuengine.api.beams import beam_params, beams_sent_as, check_beams
 from cuengine.api.body import invalid_field
 from cuengine.api.checks import check_completion, check_generation, named_as_sent
+from cuengine.api.echo import Echo
 from cuengine.api.errors import ApiError
 from cuengine.api.generation import (
     PromptResult,
@@ -57,10 +58,11 @@ MAX_SEQUENCES = 4096
 
 @dataclass(slots=True)
 class Prompt:
-    """text is there where it came as text, or where `echo` needs it."""
+    """text is there where it came as text, or where `echo` needs it; half: see echo.py."""
 
     token_ids: list[int]
-    text: str | None = None
+    text: str = ""
+    half: tuple[bytes, str] = (b"", "")
 
 
 async def create_completion(
@@ -179,7 +181,7 @@ async def _tokenize(
             return Prompt(item)
         tokenizer = need_tokenizer(state)
         text = await state.off_loop(lambda: tokenizer.decode(item, skip_special_tokens=False))
-        return Prompt(item, text)
+        return Prompt(item, text, tokenizer.half_character(item))
 
     prompts = await asyncio.gather(*map(one, given))
     if not all(prompt.token_ids for prompt in prompts):
@@ -195,6 +197,7 @@ class _Answer:
 
     Choices are numbered through: sample `s` of prompt `p` is choice `p * samples + s`.
     offsets    per choice, characters of the text so far, for `text_offset`
+    echoes     per choice that is streamed, what is left of its prompt's text
     """
 
     id: str
@@ -207,6 +210,7 @@ class _Answer:
     names: TokenNames
     usage: UsageCounter = field(default_factory=UsageCounter)
     offsets: dict[int, int] = field(default_factory=dict)
+    echoes: dict[int, Echo] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs | None]] = field(default_factory=dict)
 
     def chunks(self, prompt_index: int, delta: RequestDelta) -> bytes:
@@ -230,9 +234,11 @@ class _Answer:
         if first:
             self.offsets[index] = 0
             if self.body.echo:
-                text = (prompt.text or "") + text
+                self.echoes[index] = Echo(prompt.text, *prompt.half)
                 echoed = self.prompt_logprobs.get(prompt_index)
-        elif not (text or logprobs or finished or self.body.return_token_ids):
+        if (echo := self.echoes.get(index)) is not None:
+            text = self._echo(echo, sequence.token_ids, finished=finished) + text
+        if not (first or text or logprobs or finished or self.body.return_token_ids):
             return None
         shape = self._logprobs(index, prompt, echoed, sequence.token_ids, logprobs)
         return CompletionChoice(
@@ -286,10 +292,13 @@ class _Answer:
         text, logprobs = self._own(sample.text, sample.token_ids, sample.logprobs)
         self.offsets[index] = 0
         echoed = result.prompt_logprobs if self.body.echo else None
+        if self.body.echo:
+            echo = Echo(prompt.text, *prompt.half)
+            text = self._echo(echo, sample.token_ids, finished=True) + text
         shape = self._logprobs(index, prompt, echoed, sample.token_ids, logprobs)
         return CompletionChoice(
             index,
-            (prompt.text or "") + text if self.body.echo else text,
+            text,
             shape,
             sample.finish_reason,
             sample.stop_reason,
@@ -307,6 +316,11 @@ class _Answer:
         if self.score_only:
             return "", []
         return text, logprobs or []
+
+    def _echo(self, echo: Echo, token_ids: list[int], *, finished: bool) -> str:
+        shown = [] if self.score_only else token_ids
+        data = b"".join(bytes(self.names.bytes(token) or []) for token in shown)
+        return echo.before(data, finished=finished)
 
     def _own_ids(self, token_ids: list[int]) -> list[int] | UnsetType:
         if not self.body.return_token_ids:

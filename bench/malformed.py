@@ -9,8 +9,9 @@ numbers, deep nesting, halves of surrogate pairs, five megabytes where a word is
 
 After each hundred a good request must be answered as it was at first. No status of 500 or more is
 allowed, none at all, nor an answer that is cut off, hangs or is no error of OpenAI's shape. In the
-end nothing may run, every KV block must be free and every file closed, the memory must not have
-grown since the first half, and the log must hold no failure. Prints one line of JSON.
+end nothing may run, every KV block must be free and every file closed, the memory may be no more
+than 2 % + 32 MiB above the most that the first half needed, and the log must hold no failure.
+Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -227,8 +228,9 @@ def run(model: str, seed: int, count: int, workers: int, patience: float) -> dic
         files_left = lowest(served.open_files, files)
         if files_left > files:
             problems.append(f"{files_left - files} files are left open")
-        half = memory[len(memory) // 2 - 1]
-        if memory[-1] > half * 1.02 + 16 * 2**20:
+        # The megabytes of some requests leave holes, so it goes up and down.
+        half = max(memory[: len(memory) // 2] or memory)
+        if memory[-1] > half * 1.02 + 32 * 2**20:
             problems.append(f"memory grew: {[round(size / 2**20) for size in memory]} MiB")
         problems += served.problems()
     if served.status != 0:
@@ -237,7 +239,7 @@ def run(model: str, seed: int, count: int, workers: int, patience: float) -> dic
         "requests": count,
         "seed": seed,
         "answers": findings.by_kind(),
-        "rss_half_mib": round(half / 2**20, 1),
+        "rss_first_half_mib": round(half / 2**20, 1),
         "rss_end_mib": round(memory[-1] / 2**20, 1),
         "open_files": files_left,
         "seconds": round(seconds, 1),

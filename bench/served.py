@@ -23,6 +23,7 @@ from throughput import descendants, resident_bytes
 
 START_SECONDS = 300.0
 _MAX_LOG_LINES = 50_000
+_LOG_ENTRY = re.compile(r"\d\d:\d\d:\d\d ")
 
 
 class ServedModel:
@@ -76,8 +77,14 @@ class ServedModel:
         return sum(len(os.listdir(f"/proc/{process}/fd")) for process in processes)
 
     def problems(self) -> list[str]:
-        """Lines of the log that speak of failures."""
-        return [line for line in self.log if re.search("Traceback|ERROR|CRITICAL", line)]
+        """What the log says of failures: each line of that kind with the traceback after it."""
+        entries: list[str] = []
+        for line in list(self.log):
+            if _LOG_ENTRY.match(line) or not entries:
+                entries.append(line)
+            else:
+                entries[-1] += "\n" + line
+        return [entry for entry in entries if re.search("Traceback|ERROR|CRITICAL", entry)]
 
     def _read_log(self) -> None:
         assert self._process.stdout is not None
@@ -138,9 +145,13 @@ class CutOff(Exception):
 
 
 async def read_answer(reader: asyncio.StreamReader) -> Answer | None:
-    """The next answer on a connection; None where it ends without one. Raises CutOff."""
+    """The next answer on a connection, past any 100 Continue; None where it ends without one.
+
+    Raises CutOff.
+    """
     try:
-        head = await reader.readuntil(b"\r\n\r\n")
+        while (head := await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 1"):
+            pass
     except (asyncio.IncompleteReadError, ConnectionError) as error:
         if getattr(error, "partial", b""):
             raise CutOff(repr(error)) from None

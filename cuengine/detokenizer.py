@@ -74,9 +74,13 @@ class ByteText:
                 text = text[1:]
         return text
 
+    def half_bytes(self) -> bytes:
+        """The bytes that are held back: the beginning of a character, or nothing."""
+        return self._decoder.getstate()[0]
+
     def half_character(self) -> str:
-        """What the bytes that are held back would be if no more came: U+FFFD, or nothing."""
-        return self._decoder.getstate()[0].decode("utf-8", self._errors)
+        """What these bytes would be if no more came: U+FFFD, or nothing."""
+        return self.half_bytes().decode("utf-8", self._errors)
 
 
 class _ByteStream:

@@ -138,6 +138,17 @@ class Tokenizer:
         data = b"".join(self.token_bytes(token_id) for token_id in ids if token_id not in hidden)
         return ByteText(self.text_rules).push(data, final=True)
 
+    def half_character(self, ids: Sequence[int]) -> tuple[bytes, str]:
+        """The bytes of the character within which `ids` end, and the U+FFFD that `decode` has for
+        them; both empty where there is no such character.
+        """
+        if self.text_rules is None:
+            return b"", ""
+        text = ByteText(self.text_rules)
+        # Every token has a byte, and UTF-8 finds its feet again within four.
+        text.push(b"".join(self.token_bytes(token_id) for token_id in ids[-4:]))
+        return text.half_bytes(), text.half_character()
+
     def token_text(self, token_id: int) -> str:
         """One token on its own, special or not; U+FFFD for parts of characters, "" if unknown."""
         return self.token_bytes(token_id).decode("utf-8", "replace")

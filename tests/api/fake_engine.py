@@ -39,6 +39,9 @@ class FakeTokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
 
+    def half_character(self, ids: Sequence[int]) -> tuple[bytes, str]:
+        return b"", ""
+
 
 class FakeTemplate:
     """<role>content for each message; refuses a message that says "refuse", fails on "crash"."""
