@@ -13,7 +13,7 @@ from http import HTTPStatus
 from typing import Any
 
 from aiohttp import web
-from aiohttp.web_protocol import RequestHandler
+from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 from aiohttp.web_server import Server
 
 from cuengine.api.errors import ApiError, error_body, error_response
@@ -69,6 +69,14 @@ class Connection(RequestHandler):
         answer = error_response(ApiError(status, f"This is not HTTP: {message}"))
         answer.force_close()
         return answer
+
+    def log_exception(self, *args: Any, **kwargs: Any) -> None:
+        """Not for a body that cannot be read, which aiohttp may find after the answer: as above."""
+        error = kwargs.get("exc_info")
+        if isinstance(error, RequestPayloadError):
+            logger.debug("Not a body, from a client that was answered", exc_info=error)
+        else:
+            super().log_exception(*args, **kwargs)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._deadline.cancel()

@@ -21,7 +21,7 @@ from types import TracebackType
 
 from throughput import descendants, resident_bytes
 
-START_SECONDS = 300.0
+START_SECONDS = 600.0
 _MAX_LOG_LINES = 50_000
 _LOG_ENTRY = re.compile(r"\d\d:\d\d:\d\d ")
 

@@ -358,6 +358,28 @@ async def test_malformed_http_never_makes_a_5xx_and_the_server_goes_on(serve: Se
     await _assert_serves(served)
 
 
+async def test_a_body_that_cannot_be_read_is_no_failure_in_the_log(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    served = await serve()
+    for method, path in (("POST", COMPLETIONS), ("GET", "/health"), ("GET", "/nothing")):
+        good = raw_request(path, {"prompt": "a"}).replace(b"POST", method.encode(), 1)
+        for coding in (b"gzip", b"deflate", b"br"):
+            data = good.replace(b"Host:", b"Content-Encoding: %b\r\nHost:" % coding, 1)
+            # In one piece with its headers, and after them, when they may have been answered.
+            head, body = data.split(b"\r\n\r\n")
+            for pieces in ([data], [head + b"\r\n\r\n", body]):
+                reader, writer = await served.connect()
+                for piece in pieces:
+                    writer.write(piece)
+                    await asyncio.sleep(0.02)
+                answer = await asyncio.wait_for(reader.read(12), 20)
+                assert answer[9:10] in (b"2", b"4"), (data, answer)
+                writer.close()
+    await _assert_serves(served)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
 async def _assert_serves(served: Served) -> None:
     status, answer = await served.post(COMPLETIONS, {"prompt": "a"})
     assert (status, answer["choices"][0]["text"]) == (200, "Hello!")
