@@ -16,7 +16,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 from aiohttp.web_server import Server
 
-from cuengine.api.errors import ApiError, error_body, error_response
+from cuengine.api.errors import ApiError, error_body, error_from, error_response
 
 logger = logging.getLogger("cuengine.api")
 
@@ -69,6 +69,14 @@ class Connection(RequestHandler):
         answer = error_response(ApiError(status, f"This is not HTTP: {message}"))
         answer.force_close()
         return answer
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """An answer that aiohttp made before any handler was asked gets OpenAI's shape, too."""
+        if isinstance(resp, web.HTTPException):
+            resp = error_response(error_from(resp))
+        return await super().finish_response(request, resp, start_time)
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
         """Not for a body that cannot be read, which aiohttp may find after the answer: as above."""

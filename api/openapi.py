@@ -79,7 +79,7 @@ def _content(route: Route) -> dict[str, Any]:
             return {"content": {media: {"schema": {"type": "string"}}}}
     shape = _json(route.answer)
     if route.generates:
-        shape["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+        shape["content"]["text/event-stream"] = {}  # OpenAPI 3.1 has no schema for events
     return shape
 
 

@@ -42,8 +42,8 @@ def check_length(state: ServerState, text: str, param: str) -> None:
     if len(text) > state.max_prompt_tokens and len(text) > state.longest_text:
         raise ApiError(
             400,
-            f"The prompt does not fit: {len(text)} characters are more than "
-            f"{state.max_prompt_tokens} tokens, {_whose_limit(state)}, in any case.",
+            f"The prompt does not fit: {_limit(state)} is {state.max_prompt_tokens} tokens, which "
+            f"{len(text)} characters exceed in any case.",
             param=param,
             code="context_length_exceeded",
         )
@@ -55,16 +55,16 @@ def check_num_tokens(state: ServerState, token_ids: list[int], param: str) -> No
     if limit is not None and len(token_ids) > limit:
         raise ApiError(
             400,
-            f"The prompt does not fit: it has {len(token_ids)} tokens, and {limit} are "
-            f"{_whose_limit(state)}.",
+            f"The prompt does not fit: it has {len(token_ids)} tokens, and {_limit(state)} is "
+            f"{limit} tokens.",
             param=param,
             code="context_length_exceeded",
         )
 
 
-def _whose_limit(state: ServerState) -> str:
+def _limit(state: ServerState) -> str:
     own = state.max_prompt_tokens < state.engine.max_model_len
-    return "this server's limit" if own else "this model's context"
+    return "this server's limit" if own else "this model's maximum context length"
 
 
 async def encode(state: ServerState, text: str, *, add_special_tokens: bool) -> list[int]:

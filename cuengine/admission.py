@@ -29,27 +29,28 @@ class Limits:
             self._check_width("beam_width", params.beam_width)
             params = params.sampling_params()
         room = self.max_model_len - len(prompt_token_ids)
+        # Word for word what clients of OpenAI look for.
+        context = f"this model's maximum context length is {self.max_model_len} tokens"
         if not prompt_token_ids:
             raise RequestError("The prompt is empty: give it at least one token", param="prompt")
         if room < 1:
             raise RequestError(
-                f"The prompt does not fit: it has {len(prompt_token_ids)} tokens and this model's "
-                f"context is {self.max_model_len}. Shorten it to at most {self.max_model_len - 1}.",
+                f"The prompt does not fit: it has {len(prompt_token_ids)} tokens, and {context}. "
+                f"Shorten it to at most {self.max_model_len - 1}.",
                 param="prompt",
                 code="context_length_exceeded",
             )
         if params.max_tokens is not None and params.max_tokens > room:
             raise RequestError(
                 f"max_tokens={params.max_tokens} does not fit: the prompt has "
-                f"{len(prompt_token_ids)} tokens and this model's context is {self.max_model_len}. "
-                f"Ask for at most {room}.",
+                f"{len(prompt_token_ids)} tokens, and {context}. Ask for at most {room}.",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
         if params.min_tokens > room:
             raise RequestError(
                 f"min_tokens={params.min_tokens} does not fit: the prompt leaves room for {room} "
-                f"tokens in this model's context of {self.max_model_len}.",
+                f"tokens, and {context}.",
                 param="min_tokens",
                 code="context_length_exceeded",
             )

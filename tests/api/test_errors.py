@@ -168,6 +168,14 @@ async def test_broken_chunked_encoding_is_400(serve: Serve) -> None:
     assert (await served.post(COMPLETIONS, {"prompt": "a"}))[0] == 200
 
 
+async def test_an_expectation_that_is_none_is_417_in_the_same_shape(serve: Serve) -> None:
+    served = await serve()
+    for path in (COMPLETIONS, "/nothing"):
+        status, error = await served.error(path, {"prompt": "a"}, headers={"Expect": "wonders"})
+        assert status == 417
+        assert "wonders" in error["message"]
+
+
 async def test_a_failure_nobody_expected_is_500_without_its_traceback(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -350,15 +350,16 @@ def test_a_request_without_a_seed_gets_one_from_the_engine_that_does_not_depend_
         (
             [1] * 64,
             {},
-            "it has 64 tokens and this model's context is 64. Shorten it to at most 63.",
+            "it has 64 tokens, and this model's maximum context length is 64 tokens. Shorten it to "
+            "at most 63.",
             "prompt",
             "context_length_exceeded",
         ),
         (
             [1] * 60,
             {"max_tokens": 5},
-            "max_tokens=5 does not fit: the prompt has 60 tokens and this model's context is 64. "
-            "Ask for at most 4.",
+            "max_tokens=5 does not fit: the prompt has 60 tokens, and this model's maximum context "
+            "length is 64 tokens. Ask for at most 4.",
             "max_tokens",
             "context_length_exceeded",
         ),
