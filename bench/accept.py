@@ -56,6 +56,14 @@ POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "50 streams, the engine's process killed three times: each equal to its undisturbed run",
         ("bench/engine_kills.py",),
     ),
+    "clients": (
+        "what OpenAI's packages, langchain, litellm and schemathesis send and get is right",
+        (*PYTEST, "tests/api/clients"),
+    ),
+    "load": (
+        "a load from llama-benchy: every request answered in full",
+        ("bench/client_load.py",),
+    ),
     "malformed": (
         "1,000 malformed requests: no 5xx, no leak, a good one is answered after each hundred",
         ("bench/malformed.py",),
