@@ -1,0 +1,66 @@
+"""`cuengine serve` whose model makes up tokens at a fixed rate: arguments as those of `serve`.
+
+All is as it is but the model's runner: admission, scheduler, block pool, text and server are real.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import numpy as np
+from fixed_rate import TOKEN, Ticks
+
+from cuengine import loading
+from cuengine.batch import Batch, SamplerOutput, SamplingBatch
+from cuengine.cli.main import main
+from cuengine.config import EngineConfig
+from cuengine.engine import Engine
+
+
+@dataclass(slots=True)
+class _Step:
+    ticks: Ticks
+    tick: int
+    rows: int
+
+    def fetch(self) -> SamplerOutput:
+        self.ticks.wait_for(self.tick)
+        none = np.empty((self.rows, 0))
+        return SamplerOutput(
+            token_ids=np.full(self.rows, TOKEN, np.int32),
+            logprobs=np.full(self.rows, np.nan, np.float32),
+            ranks=np.zeros(self.rows, np.int32),
+            top_ids=none.astype(np.int32),
+            top_logprobs=none.astype(np.float32),
+        )
+
+
+class FixedRateRunner:
+    """As a GPU, it works while the host prepares its next step."""
+
+    overlaps = True
+
+    def __init__(self) -> None:
+        self._ticks = Ticks()
+
+    def run(self, batch: Batch, sampling: SamplingBatch) -> _Step:
+        return _Step(self._ticks, self._ticks.next(), len(batch.logits_indices))
+
+    def range(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+_load_engine = loading.load_engine
+
+
+def _load_fixed_rate(config: EngineConfig) -> Engine:
+    engine = _load_engine(config)
+    engine.runner = FixedRateRunner()
+    return engine
+
+
+if __name__ == "__main__":
+    loading.load_engine = _load_fixed_rate
+    sys.exit(main(["serve", *sys.argv[1:]]))
