@@ -165,6 +165,8 @@ async def _run_one(
         ) from None
     finally:
         timer.close()
+        if state.tracing is not None:
+            state.tracing.record(request_id, len(prompt), params, timer)
 
 
 async def _next_delta(

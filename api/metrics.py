@@ -100,17 +100,21 @@ class Metrics:
 
 
 class RequestTimer:
-    """Times one engine request from its submission, by the deltas it yields."""
+    """Times one engine request from its submission, by the deltas it yields.
 
-    __slots__ = ("_finished", "_first", "_last", "_metrics", "_start", "_tokens")
+    num_tokens  of all its samples so far
+    finished    it came to its end, and was not abandoned
+    """
+
+    __slots__ = ("_first", "_last", "_metrics", "_start", "finished", "num_tokens")
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._start = perf_counter()
         self._first = 0.0
         self._last: dict[int, float] = {}
-        self._tokens = 0
-        self._finished = False
+        self.num_tokens = 0
+        self.finished = False
 
     def observe(self, delta: RequestDelta) -> None:
         now = perf_counter()
@@ -124,24 +128,33 @@ class RequestTimer:
                     metrics.inter_token.observe(gap)
                     metrics.last_gaps.append(gap)
                 self._last[sequence.index] = now
-                self._tokens += count
+                self.num_tokens += count
             if sequence.finish_reason is not None:
                 metrics.finished.labels(sequence.finish_reason).inc()
-        if not self._first and self._tokens:
+        if not self._first and self.num_tokens:
             self._first = now
             metrics.first_token.observe(now - self._start)
             metrics.last_first_tokens.append(now - self._start)
         if delta.finished:
-            self._finished = True
+            self.finished = True
             metrics.request.observe(now - self._start)
             # Samples of one request run side by side: its tokens per sample set its pace.
-            per_sample = self._tokens / max(1, len(self._last))
+            per_sample = self.num_tokens / max(1, len(self._last))
             if per_sample > 1:
                 metrics.per_output_token.observe((now - self._first) / (per_sample - 1))
 
+    @property
+    def seconds(self) -> float:
+        """Since the submission."""
+        return perf_counter() - self._start
+
+    @property
+    def seconds_to_first_token(self) -> float | None:
+        return self._first - self._start if self._first else None
+
     def close(self) -> None:
         """The request is over; one that did not finish was abandoned."""
-        if not self._finished:
+        if not self.finished:
             self._metrics.finished.labels("abort").inc()
 
 

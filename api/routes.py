@@ -216,6 +216,8 @@ async def gate(request: web.Request, handler: _Handler) -> web.StreamResponse:
         connection.request_started()
     state.request_started()
     identify(request)
+    if state.tracing is not None:
+        state.tracing.note_parent(request.headers)
     try:
         response = await _admit(request, handler, state)
     finally:

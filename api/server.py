@@ -55,7 +55,7 @@ def create_app(engine: ServingEngine, settings: ServerSettings) -> web.Applicati
         await engine.start()
         yield
         await engine.stop()
-        state.close()
+        await state.close()
 
     app.cleanup_ctx.append(life)
     return app

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from cuengine.api.tracing import check_endpoint
 from cuengine.errors import ConfigError
 from cuengine.sampling_params import MAX_SAMPLES
 
@@ -39,6 +40,7 @@ class ServerSettings:
     write_timeout        seconds after which a reader that takes nothing more is dropped
     drain_timeout        seconds that running requests are given after SIGTERM
     access_log           one log line per request
+    otlp_traces_endpoint where spans of requests are sent, by OTLP over HTTP; see tracing.py
 
     Raises ConfigError for a value that cannot be used.
     """
@@ -66,6 +68,7 @@ class ServerSettings:
     write_timeout: float = 120.0
     drain_timeout: float = 30.0
     access_log: bool = True
+    otlp_traces_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -99,5 +102,7 @@ class ServerSettings:
             raise ConfigError(
                 f"root_path={self.root_path!r} is not a path such as /llm, with no slash at its end"
             )
+        if self.otlp_traces_endpoint is not None:
+            check_endpoint(self.otlp_traces_endpoint)
         if self.ssl_certfile is None and (self.ssl_keyfile or self.ssl_ca_certs):
             raise ConfigError("TLS needs a certificate: ssl_certfile is missing")

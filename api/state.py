@@ -18,6 +18,7 @@ from cuengine.api.limits import Limits
 from cuengine.api.metrics import Metrics
 from cuengine.api.settings import ServerSettings
 from cuengine.api.watchers import Watchers
+from cuengine.api.tracing import Tracing
 
 logger = logging.getLogger("cuengine.api")
 
@@ -35,6 +36,7 @@ class ServerState:
     max_prompt_tokens  the context, or less where the operator says so
     limits       how much work is taken on
     watchers     who looks at the dashboard
+    tracing      where spans go, if anywhere
     openapi      the description of all routes, set where they are added
     draining     a signal has come: new requests are refused
     in_flight    requests being answered
@@ -51,6 +53,8 @@ class ServerState:
         )
         self.limits = Limits(settings.max_concurrent_requests, settings.max_queued_requests)
         self.watchers = Watchers(engine, self.metrics, self.model_names[0])
+        endpoint = settings.otlp_traces_endpoint
+        self.tracing = None if endpoint is None else Tracing(endpoint, self.model_names[0])
         self.openapi: dict[str, Any] = {}
         self.draining = False
         self.in_flight = 0
@@ -118,8 +122,10 @@ class ServerState:
             names = ", ".join(map(repr, new))
             logger.warning("%s: fields that mean nothing here: %s", route, names)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
 
 STATE = web.AppKey("state", ServerState)

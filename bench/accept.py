@@ -72,6 +72,10 @@ POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "300 clients vanish after three tokens: all blocks free a second after the last",
         ("bench/vanishing.py",),
     ),
+    "overhead": (
+        "as many streams at full rate as vLLM's server, where it is, and a first token sooner",
+        ("bench/http_overhead.py", "--require"),
+    ),
     "throughput": (
         "at least 1.6 times vLLM's CPU build and 6 times transformers, where they are installed",
         ("bench/throughput.py", "--engine", "all", "--require", "vllm=1.6", "hf=6"),

@@ -51,6 +51,7 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
             request_timeout=args.request_timeout,
             drain_timeout=args.drain_timeout,
             access_log=args.access_log,
+            otlp_traces_endpoint=args.otlp_traces_endpoint,
         )
     except ConfigError as error:
         raise UsageError(str(error)) from error

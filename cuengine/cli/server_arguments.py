@@ -144,3 +144,9 @@ def _add_log(group: argparse._ArgumentGroup) -> None:
         default="text",
         help="json: one object a line (%(default)s)",
     )
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="send a span per request there, by OTLP over HTTP, as to "
+        "http://localhost:4318/v1/traces; needs the extra otel (default: none)",
+    )

@@ -366,11 +366,13 @@ def test_a_model_after_a_flag_that_may_be_repeated_is_the_model() -> None:
 
 
 def test_every_setting_of_the_server_has_a_flag_or_is_one_that_needs_none() -> None:
+    pytest.importorskip("opentelemetry.sdk", reason="needs the package opentelemetry-sdk")
     flags = (
         "--host h --port 1 --uds u --root-path /r --ssl-certfile c --ssl-keyfile k --ssl-ca-certs a"
         " --served-model-name n --api-key x --allowed-origins o --tool-call-parser mistral"
         " --max-concurrent-requests 3 --max-queued-requests 4 --max-prompt-tokens 5 --max-n 6"
         " --max-body-size 7KB --request-timeout 8 --drain-timeout 9 --no-access-log"
+        " --otlp-traces-endpoint http://h:4318/v1/traces"
     )
     settings = serve._settings(build_parser().parse_args(["serve", *flags.split()]))
     changed = {
