@@ -17,8 +17,8 @@ from cuengine.api.errors import ApiError
 from cuengine.api.limits import Limits
 from cuengine.api.metrics import Metrics
 from cuengine.api.settings import ServerSettings
-from cuengine.api.watchers import Watchers
 from cuengine.api.tracing import Tracing
+from cuengine.api.watchers import Watchers
 
 logger = logging.getLogger("cuengine.api")
 
