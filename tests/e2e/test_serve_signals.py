@@ -31,6 +31,7 @@ class Server:
         self.shown = ""
         self.pid, self._terminal = pty.fork()
         if self.pid == 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
             os.environ["NUMBA_NUM_THREADS"] = "1"
             os.execv(command[0], [*command, "--kv-cache-memory", "64MB"])
 
