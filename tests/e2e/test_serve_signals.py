@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import re
+import select
 import signal
 import socket
 import sys
@@ -36,6 +37,7 @@ class Server:
             os.execv(command[0], [*command, "--kv-cache-memory", "64MB"])
 
     def _read(self) -> str:
+        assert select.select([self._terminal], [], [], PATIENCE)[0], f"nothing after {self.shown}"
         try:
             return os.read(self._terminal, 1 << 16).decode()
         except OSError:  # EIO: the server has left its terminal
@@ -67,7 +69,7 @@ class Server:
     def stream(self) -> socket.socket:
         """A request that the server has begun to answer, with a stream."""
         port = int(self.read_until(r"Serving .*:(\d+)\s")[1])
-        peer = socket.create_connection(("127.0.0.1", port))
+        peer = socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
         body = json.dumps(STREAM)
         fields = "Host: x\r\nContent-Type: application/json\r\nExpect: 100-continue"
         head = f"POST /v1/completions HTTP/1.1\r\n{fields}\r\nContent-Length: {len(body)}\r\n\r\n"
