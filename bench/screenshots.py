@@ -96,7 +96,7 @@ async def run_load(url: str) -> None:
 async def open_page(browser: Browser, url: str, size: dict[str, int], **options: Any) -> Page:
     context = await browser.new_context(
         viewport=size,  # type: ignore[arg-type]
-        device_scale_factor=2 if size is PHONE else 1,
+        device_scale_factor=1.5 if size is PHONE else 1,
         is_mobile=size is PHONE,
         has_touch=size is PHONE,
         **options,
