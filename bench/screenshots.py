@@ -3,14 +3,16 @@
     python bench/screenshots.py [--out docs] [--chromium PATH]
 
 Writes chat_desktop.png, chat_phone.png, dashboard_desktop.png and dashboard_phone.png. A dozen
-streams run while the dashboard is seen: chats with one system prompt, samples of one request, and
-some that wait. Needs the packages of the extra `test`, Chromium, and the model smollm2-135m.
+streams run while the dashboard is seen: chats with one system prompt, samples of one request,
+others, and some that wait. Needs what the extra `test` installs, Chromium, and the model
+smollm2-135m.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from cuengine.api.server import ServerSettings, running_server
 from cuengine.async_engine import AsyncEngine
 from cuengine.config import EngineConfig
 
-DESKTOP = {"width": 1280, "height": 1010}
+DESKTOP = {"width": 1280, "height": 1060}
 PHONE = {"width": 390, "height": 844}
 MAX_BYTES = 200_000
 TOKENS = 2500
@@ -43,32 +45,31 @@ VISITORS = (
     "What is a sextant, and how do I hold it?",
     "Why does a compass not point to the true north?",
     "Tell me about the chronometer that solved the longitude.",
+    "Who drew the first charts of the oceans?",
 )
 ESSAYS = (
     "Write a long letter from a lighthouse keeper to his sister.",
     "Explain how tides come about, with the moon and the sun.",
-    "Describe a harbour at dawn, in every detail.",
 )
 STORY = "Once upon a time, in a village at the edge of the sea, there lived a boat builder who"
 
 
-def requests() -> list[tuple[str, str, dict[str, Any]]]:
-    """(name, path, body) of what runs at once."""
+def requests() -> list[tuple[str, dict[str, Any]]]:
+    """(path, body) of what runs at once."""
     chats = [
-        (f"visitor-{i}", "/v1/chat/completions", {"messages": [
+        ("/v1/chat/completions", {"messages": [
             {"role": "system", "content": GUIDE}, {"role": "user", "content": question}]})
-        for i, question in enumerate(VISITORS, 1)
+        for question in VISITORS
     ]  # fmt: skip
     essays = [
-        (f"essay-{i}", "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})
-        for i, text in enumerate(ESSAYS, 1)
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]})
+        for text in ESSAYS
     ]
-    samples = [("story", "/v1/completions", {"prompt": STORY * 3, "n": 3})]
-    waiting = [
-        (f"later-{i}", "/v1/completions", {"prompt": STORY + " did not know that" * i})
-        for i in range(1, 5)
+    samples = [("/v1/completions", {"prompt": STORY * 6, "n": 3})]
+    others = [
+        ("/v1/completions", {"prompt": STORY + " did not know that" * i}) for i in range(1, 4)
     ]
-    return chats[:2] + samples + essays + chats[2:] + waiting
+    return chats[:3] + samples + essays + chats[3:] + others
 
 
 async def run_load(url: str) -> None:
@@ -76,18 +77,15 @@ async def run_load(url: str) -> None:
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(timeout=timeout) as session, asyncio.TaskGroup() as group:
 
-        async def stream(name: str, path: str, body: dict[str, Any], number: int) -> None:
-            body = body | {"stream": True, "max_tokens": 150 + 37 * number % 200, "seed": number,
+        async def again(index: int, path: str, body: dict[str, Any]) -> None:
+            await asyncio.sleep(0.3 * index)
+            for number in itertools.count(index, 12):
+                length = 80 + 67 * number % 240
+                further = {"stream": True, "max_tokens": length, "seed": number,
                            "temperature": 0.8, "ignore_eos": True}  # fmt: skip
-            headers = {"X-Request-Id": name}
-            async with session.post(url + path, json=body, headers=headers) as answer:
-                answer.raise_for_status()
-                await answer.read()
-
-        async def again(index: int, name: str, path: str, body: dict[str, Any]) -> None:
-            await asyncio.sleep(0.15 * index)
-            for turn in range(1000):
-                await stream(name, path, body, 12 * turn + index)
+                async with session.post(url + path, json=body | further) as answer:
+                    answer.raise_for_status()
+                    await answer.read()
 
         for index, request in enumerate(requests()):
             group.create_task(again(index, *request))
@@ -123,7 +121,7 @@ async def show_dashboard(browser: Browser, url: str, engine: AsyncEngine, out: P
     while engine.stats().generation_tokens < before + TOKENS:
         await asyncio.sleep(0.1)
     await take(desktop, out / "dashboard_desktop.png")
-    await phone.locator("#rows button", has_text="story").first.click()
+    await phone.locator("#rows button", has_text="sample 1").first.click()
     await phone.evaluate("document.activeElement.blur(); scrollTo(0, 0)")
     await asyncio.sleep(0.5)
     await take(phone, out / "dashboard_phone.png")
@@ -157,7 +155,7 @@ async def main() -> None:
     parser.add_argument("--chromium", default=shutil.which("chromium"))
     parser.add_argument("--only", choices=["chat", "dashboard"])
     arguments = parser.parse_args()
-    config = EngineConfig(model="smollm2-135m", device="cpu", num_blocks=720, max_num_seqs=12)
+    config = EngineConfig(model="smollm2-135m", device="cpu", num_blocks=400, max_num_seqs=11)
     engine = AsyncEngine.from_config(config)
     async with (
         running_server(engine, ServerSettings(port=0, access_log=False)) as server,

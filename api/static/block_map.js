@@ -4,7 +4,7 @@
 import { drawCell, drawSharedMark } from "./cell.js";
 import { sizedContext } from "./palette.js";
 
-const LARGEST_PITCH = 20;
+const LARGEST_PITCH = 26;
 const SMALLEST_PITCH = 2;
 const SMALLEST_NUMBERED = 13; // cells with room for a number
 const DIM = 0.25;

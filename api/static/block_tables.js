@@ -3,7 +3,7 @@
 
 import { drawCell, drawSharedMark } from "./cell.js";
 import { sizedContext } from "./palette.js";
-import { lastFill } from "./pool.js";
+import { lastFill, shortId } from "./pool.js";
 
 const MOST_ROWS = 100;
 const NUMBERED = { width: 34, height: 20, gap: 2 };
@@ -83,7 +83,7 @@ function describe(row, sequence, pool) {
   const { prompt_len: prompt, num_tokens: tokens, num_computed: computed, table } = sequence;
   const fill = lastFill(sequence, pool.blockSize);
   const which = sequence.width > 1 ? `will be ${sequence.width}` : `sample ${sequence.index}`;
-  setText(row.name, sequence.request_id);
+  setText(row.name, shortId(sequence.request_id));
   row.name.title = sequence.request_id;
   const progress = computed < prompt ? `prefill ${computed} of ${prompt}` : `${prompt} + ${tokens - prompt} tokens`;
   setText(row.figures, `${which} · ${progress} · last block ${fill}/${pool.blockSize}`);

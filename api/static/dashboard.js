@@ -5,7 +5,7 @@ import { BlockMap } from "./block_map.js";
 import { BlockTables } from "./block_tables.js";
 import { drawCell, drawSharedMark } from "./cell.js";
 import { readPalette, sizedContext } from "./palette.js";
-import { Hues, KINDS, Pool } from "./pool.js";
+import { Hues, KINDS, Pool, shortId } from "./pool.js";
 import { authorization, errorText, events, storeKey } from "./server.js";
 import { drawSparkline, drawSteps } from "./step_chart.js";
 
@@ -181,7 +181,7 @@ function queueItem(queued) {
   const item = document.createElement("li");
   item.dataset.state = queued.state;
   const sample = queued.index ? ` · ${queued.index}` : "";
-  const name = span("name", queued.request_id + sample);
+  const name = span("name", shortId(queued.request_id) + sample);
   item.append(name, span("", plural(queued.num_tokens, "token")), span("why", queued.state));
   return item;
 }
@@ -240,7 +240,7 @@ function sequenceText() {
   const lit = litSequence();
   if (!lit) return "Point at a block to see whose it is, or at a row below to see where its blocks are.";
   const shared = lit.table.filter((block) => pool.refCounts[block] > 1).length;
-  return `${lit.request_id}, sample ${lit.index}: ${plural(lit.num_slots, "token")} in ${plural(lit.table.length, "block")}, ${shared} of them shared. The map numbers them in order.`;
+  return `${shortId(lit.request_id)}, sample ${lit.index}: ${plural(lit.num_slots, "token")} in ${plural(lit.table.length, "block")}, ${shared} of them shared. The map numbers them in order.`;
 }
 
 function blockText(block) {
@@ -268,7 +268,7 @@ function holderText(sequence, block) {
   chip.style.setProperty("background", palette.hues[sequence.hue]);
   const first = sequence.table.indexOf(block) * pool.blockSize;
   const last = Math.min(first + pool.blockSize, sequence.num_slots) - 1;
-  return [chip, `${sequence.request_id}${sequence.index ? ` · ${sequence.index}` : ""} (tokens ${first}–${last})`];
+  return [chip, `${shortId(sequence.request_id)}${sequence.index ? ` · ${sequence.index}` : ""} (tokens ${first}–${last})`];
 }
 
 // --- the rest of the page -------------------------------------------------------------------

@@ -103,6 +103,9 @@ export class Pool {
   }
 }
 
+// A request's id as far as it tells requests apart: random ones are long.
+export const shortId = (id) => id.replace(/(?<=-[0-9a-f]{8})[0-9a-f]{24}$/, "");
+
 // Tokens in a sequence's last block, of `blockSize`.
 export function lastFill(sequence, blockSize) {
   if (!sequence.table.length) return blockSize;
