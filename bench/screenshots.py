@@ -27,7 +27,7 @@ from cuengine.config import EngineConfig
 DESKTOP = {"width": 1280, "height": 1060}
 PHONE = {"width": 390, "height": 844}
 MAX_BYTES = 200_000
-TOKENS = 2500
+TOKENS = 3500
 """Drawn before the dashboard is seen: some requests are through, others have begun."""
 
 
@@ -155,7 +155,9 @@ async def main() -> None:
     parser.add_argument("--chromium", default=shutil.which("chromium"))
     parser.add_argument("--only", choices=["chat", "dashboard"])
     arguments = parser.parse_args()
-    config = EngineConfig(model="smollm2-135m", device="cpu", num_blocks=400, max_num_seqs=11)
+    config = EngineConfig(
+        model="smollm2-135m", device="cpu", num_blocks=300, max_num_seqs=11, max_model_len=2048
+    )
     engine = AsyncEngine.from_config(config)
     async with (
         running_server(engine, ServerSettings(port=0, access_log=False)) as server,

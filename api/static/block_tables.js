@@ -118,7 +118,15 @@ function drawTable(canvas, width, palette, pool, sequence) {
 function drawNumber(context, palette, pool, block, x, y) {
   const { width, height } = NUMBERED;
   const full = (pool.filled.get(block) ?? 1) > 0.5;
-  context.fillStyle = full ? palette.inks[pool.hues(block)[0]] : palette.ink;
+  const hues = pool.hues(block);
+  if (hues.length > 1) {
+    // To be read on stripes of any colour.
+    context.strokeStyle = palette.hues[hues[0]];
+    context.lineWidth = 4;
+    context.lineJoin = "round";
+    context.strokeText(String(block), x + width / 2, y + height / 2 + 0.5);
+  }
+  context.fillStyle = full ? palette.inks[hues[0]] : palette.ink;
   context.fillText(String(block), x + width / 2, y + height / 2 + 0.5);
   if (pool.refCounts[block] > 1) {
     context.beginPath();

@@ -34,9 +34,10 @@ export function inkOn(hex) {
   return 0.2126 * r + 0.7152 * g + 0.0722 * b > 0.18 ? "#000000" : "#ffffff";
 }
 
-// A canvas' context in CSS pixels, cleared, at the screen's own resolution.
+// A canvas' context in CSS pixels, cleared, at the screen's resolution or finer: where a pixel of the
+// page is no whole number of the canvas', the edges of what was cleared would stay.
 export function sizedContext(canvas, width, height) {
-  const ratio = window.devicePixelRatio || 1;
+  const ratio = Math.ceil(window.devicePixelRatio || 1);
   const [w, h] = [Math.round(width * ratio), Math.round(height * ratio)];
   if (canvas.width !== w || canvas.height !== h) {
     canvas.width = w;
