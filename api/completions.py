@@ -174,13 +174,15 @@ async def _tokenize(
         if isinstance(item, str):
             text = item
             need_tokenizer(state)
-            await state.off_loop(lambda: check_length(state, text, "prompt"))
+            await state.off_loop(lambda: check_length(state, text, "prompt"), len(text))
             return Prompt(await encode(state, text, add_special_tokens=special), text)
         check_ids(state, item, "prompt")
         if not body.echo:
             return Prompt(item)
         tokenizer = need_tokenizer(state)
-        text = await state.off_loop(lambda: tokenizer.decode(item, skip_special_tokens=False))
+        text = await state.off_loop(
+            lambda: tokenizer.decode(item, skip_special_tokens=False), len(item)
+        )
         return Prompt(item, text, tokenizer.half_character(item))
 
     prompts = await asyncio.gather(*map(one, given))

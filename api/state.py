@@ -27,6 +27,8 @@ T = TypeVar("T")
 # Tokenizing and templates are pure computation: two threads keep one long prompt from holding up
 # the short ones behind it, more would only take time from the engine's thread.
 TOKENIZER_THREADS = 2
+# What is tokenized, or rendered, within some hundred microseconds.
+SHORT_TEXT = 2000
 MAX_IGNORED_FIELDS = 200
 
 
@@ -75,8 +77,14 @@ class ServerState:
         longest = max(len(tokenizer.token_bytes(token)) for token in range(tokenizer.vocab_size))
         return longest * self.max_prompt_tokens
 
-    async def off_loop(self, work: Callable[[], T]) -> T:
-        """Run `work` on a tokenizer thread."""
+    async def off_loop(self, work: Callable[[], T], size: int) -> T:
+        """Run `work` on a tokenizer thread, unless that costs more than it saves.
+
+        size  characters or tokens that it goes over. A busy loop lets go of the interpreter every 5
+              milliseconds: a short prompt is done long before another thread gets its turn.
+        """
+        if size <= SHORT_TEXT:
+            return work()
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     def start_draining(self) -> None:

@@ -42,5 +42,7 @@ async def detokenize(
     state.check_model(body.model)
     tokenizer = need_tokenizer(state)
     check_ids(state, body.tokens, "tokens")
-    text = await state.off_loop(lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+    text = await state.off_loop(
+        lambda: tokenizer.decode(body.tokens, skip_special_tokens=False), len(body.tokens)
+    )
     return json_answer(DetokenizeAnswer(text))

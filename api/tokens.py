@@ -15,7 +15,7 @@ from cuengine.api.body import why_not_json
 from cuengine.api.engine import ServingTemplate, ServingTokenizer
 from cuengine.api.errors import ApiError
 from cuengine.api.protocol import ChatMessage, ChatRequest, TokenizeRequest, Tool, ToolCall
-from cuengine.api.state import ServerState
+from cuengine.api.state import SHORT_TEXT, ServerState
 from cuengine.errors import RequestError
 
 logger = logging.getLogger("cuengine.api")
@@ -70,7 +70,7 @@ def _limit(state: ServerState) -> str:
 async def encode(state: ServerState, text: str, *, add_special_tokens: bool) -> list[int]:
     tokenizer = need_tokenizer(state)
     return await state.off_loop(
-        lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens), len(text)
     )
 
 
@@ -144,7 +144,10 @@ async def encode_chat(
             check_num_tokens(state, token_ids, field)
         return token_ids
 
-    return await state.off_loop(work)
+    # What a template makes of tools and arguments may be any length.
+    texts = [message.get("content") for message in messages]
+    size = sum(len(text) if isinstance(text, str) else SHORT_TEXT for text in texts)
+    return await state.off_loop(work, SHORT_TEXT + 1 if tools or kwargs else size + len(messages))
 
 
 def _render(
