@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
+import dataclasses
 import json
 import secrets
 import sys
 import time
-from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from cuengine.cli.arguments import UsageError, engine_config, sampling_params
-from cuengine.cli.start import build_engine
+from cuengine.cli.start import model_folder
 from cuengine.errors import ModelError
 
 if TYPE_CHECKING:
-    from cuengine.async_engine import AsyncEngine
+    from cuengine.engine import Engine
+    from cuengine.model.tokenizer import Tokenizer
 
 
 def run(args: argparse.Namespace) -> int:
@@ -28,9 +28,14 @@ def run(args: argparse.Namespace) -> int:
     if args.seed is None:
         config.seed = secrets.randbits(31)
     prompt = _prompt(args)
-    name, engine = build_engine(config)
+    name, folder = model_folder(config)
+
+    from cuengine.loading import load_engine
+
+    # In this process: one request needs no engine that may die and come back.
+    engine = load_engine(dataclasses.replace(config, model=str(folder), revision=None))
     loaded = time.perf_counter() - started
-    result = asyncio.run(_generate(engine, args, prompt))
+    result = _generate(engine, args, prompt)
     if args.json:
         result["model"] = name
         result["seconds"] = {"load": round(loaded, 3), **result["seconds"]}
@@ -54,56 +59,61 @@ def _prompt(args: argparse.Namespace) -> str:
     return prompt
 
 
-def _prompt_token_ids(engine: AsyncEngine, args: argparse.Namespace, prompt: str) -> list[int]:
-    if engine.tokenizer is None:
-        raise ModelError("the model has no tokenizer.json, without which there is no text")
+def _prompt_token_ids(
+    engine: Engine, tokenizer: Tokenizer, args: argparse.Namespace, prompt: str
+) -> list[int]:
     if not args.chat:
-        return engine.tokenizer.encode(prompt)
-    if engine.chat_template is None:
+        return tokenizer.encode(prompt)
+    if engine.model.chat_template is None:
         raise ModelError("the model has no chat template; name one with --chat-template")
     messages = [{"role": "user", "content": prompt}]
     if args.system is not None:
         messages.insert(0, {"role": "system", "content": args.system})
-    rendered = engine.chat_template.render(messages)
-    return engine.tokenizer.encode(rendered, add_special_tokens=False)
+    rendered = engine.model.chat_template.render(messages)
+    return tokenizer.encode(rendered, add_special_tokens=False)
 
 
-async def _generate(engine: AsyncEngine, args: argparse.Namespace, prompt: str) -> dict[str, Any]:
+def _generate(engine: Engine, args: argparse.Namespace, prompt: str) -> dict[str, Any]:
     """Streams the text to stdout, unless the whole result is asked for; returns that result."""
-    await engine.start()
-    try:
-        token_ids = _prompt_token_ids(engine, args, prompt)
-        params = sampling_params(args, engine.generation_defaults)
-        started = time.perf_counter()
-        first: float | None = None
-        text: list[str] = []
-        num_tokens = 0
-        finish_reason = stop_reason = None
-        async with aclosing(engine.generate(token_ids, params, request_id="generate")) as deltas:
-            async for delta in deltas:
-                for sequence in delta.sequences:
-                    if first is None and sequence.token_ids:
-                        first = time.perf_counter() - started
-                    num_tokens += len(sequence.token_ids)
-                    text.append(sequence.text)
-                    if sequence.finish_reason is not None:
-                        finish_reason = sequence.finish_reason
-                        stop_reason = sequence.stop_reason
-                    if not args.json:
-                        sys.stdout.write(sequence.text)
-                        sys.stdout.flush()
-        if not args.json:
-            print()
-        return {
-            "prompt": prompt,
-            "text": "".join(text),
-            "finish_reason": finish_reason,
-            "stop_reason": stop_reason,
-            "usage": {"prompt_tokens": len(token_ids), "completion_tokens": num_tokens},
-            "seconds": {
-                "first_token": first and round(first, 3),
-                "total": round(time.perf_counter() - started, 3),
-            },
-        }
-    finally:
-        await engine.stop()
+    from cuengine.output_processor import OutputProcessor
+
+    tokenizer = engine.model.tokenizer
+    if tokenizer is None:
+        raise ModelError("the model has no tokenizer.json, without which there is no text")
+    token_ids = _prompt_token_ids(engine, tokenizer, args, prompt)
+    params = sampling_params(args, engine.model.generation_defaults)
+    processor = OutputProcessor(tokenizer, engine.finish_sequence)
+    started = time.perf_counter()
+    processor.check_request(params)
+    engine.add_request("generate", token_ids, params)
+    processor.add_request("generate", token_ids, params)
+    first: float | None = None
+    text: list[str] = []
+    num_tokens = 0
+    finish_reason = stop_reason = None
+    while engine.has_unfinished():
+        for delta in processor.process(engine.step()):
+            for sequence in delta.sequences:
+                if first is None and sequence.token_ids:
+                    first = time.perf_counter() - started
+                num_tokens += len(sequence.token_ids)
+                text.append(sequence.text)
+                if sequence.finish_reason is not None:
+                    finish_reason = sequence.finish_reason
+                    stop_reason = sequence.stop_reason
+                if not args.json:
+                    sys.stdout.write(sequence.text)
+                    sys.stdout.flush()
+    if not args.json:
+        print()
+    return {
+        "prompt": prompt,
+        "text": "".join(text),
+        "finish_reason": finish_reason,
+        "stop_reason": stop_reason,
+        "usage": {"prompt_tokens": len(token_ids), "completion_tokens": num_tokens},
+        "seconds": {
+            "first_token": first and round(first, 3),
+            "total": round(time.perf_counter() - started, 3),
+        },
+    }

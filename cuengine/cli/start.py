@@ -1,4 +1,4 @@
-"""What `serve`, `chat` and `generate` begin with: the model's files, then an engine on them."""
+"""What commands begin with: the model's files, and for `serve` and `chat` an engine on them."""
 
 from __future__ import annotations
 
