@@ -195,12 +195,12 @@ async def test_of_all_requests_in_the_batch_only_those_that_kill_are_refused(
     orders, restarts = control.orders, engine.num_restarts
     control.poison(poison)
     control.close()
-    tasks = submit(engine)
     deadly = params(structured_outputs=StructuredOutputsParams(regex="deadly"))
     killers = [
         asyncio.create_task(answer(engine, "poisoned", [5, poison], params())),
         asyncio.create_task(answer(engine, "deadly", [5, 6], deadly)),
     ]
+    tasks = submit(engine)
     await until(lambda: control.orders >= orders + len(KINDS) + 2 or engine.num_restarts > restarts)
     control.open()
     for killer in killers:
