@@ -260,8 +260,9 @@ class AsyncEngine:
         return "The engine is shutting down and takes no more requests."
 
     def _fail_streams(self) -> None:
+        why = self._why_stopped() if self.failed else "The server stopped before the answer's end."
         for flight in self._flights.values():
-            self._fail(flight, EngineStoppedError(self._why_stopped()))
+            self._fail(flight, EngineStoppedError(why))
 
     def _look(self) -> None:
         """Ask for the views that are waited for, if there is an engine to ask."""

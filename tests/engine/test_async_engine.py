@@ -211,7 +211,7 @@ async def test_stopping_ends_what_still_runs(own_engine: AsyncEngine, control: C
     control.allow(2)
     await until(lambda: engine.stats().num_running == 1)
     await engine.stop()
-    with pytest.raises(EngineStoppedError, match="shutting down"):
+    with pytest.raises(EngineStoppedError, match="before the answer"):
         await reader
     await engine.stop()
 

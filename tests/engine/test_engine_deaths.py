@@ -278,7 +278,7 @@ async def test_stopping_while_the_engine_is_started_again_leaves_no_process(
     waiting = asyncio.create_task(answer(engine, "kept", [5], params()))
     await until(lambda: engine._flights)
     await patiently(engine.stop())
-    with pytest.raises(EngineStoppedError, match="shutting down"):
+    with pytest.raises(EngineStoppedError, match="before the answer"):
         await waiting
     assert not Path(f"/proc/{engine.pid}").exists()
     assert engine.num_restarts == 1
