@@ -28,7 +28,7 @@ serve: .venv/cpu
 	$(BIN)/cuengine serve "$(MODEL)" --port $(PORT) $(ARGS)
 
 test: .venv/test
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # mypy does not follow the mapping of model/ and api/ into cuengine: it reads a regular install.
 lint: .venv/test
