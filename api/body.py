@@ -46,6 +46,11 @@ async def read_json(request: web.Request, state: ServerState) -> bytes:
         ) from None
     except web.HTTPRequestEntityTooLarge:
         raise too_large from None
+    except RuntimeError as error:
+        if request.transport is not None:
+            raise
+        # aiohttp's word for a connection that was lost before anyone read from it.
+        raise ConnectionResetError("the connection is closed") from error
 
 
 class BodyDecoder(Generic[T]):

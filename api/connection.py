@@ -79,10 +79,12 @@ class Connection(RequestHandler):
         return await super().finish_response(request, resp, start_time)
 
     def log_exception(self, *args: Any, **kwargs: Any) -> None:
-        """Not for a body that cannot be read, which aiohttp may find after the answer: as above."""
+        """Not for a client that has left, nor for a body that turns out after the answer to be none
+        that can be read: these are no errors of the server's, either.
+        """
         error = kwargs.get("exc_info")
-        if isinstance(error, RequestPayloadError):
-            logger.debug("Not a body, from a client that was answered", exc_info=error)
+        if isinstance(error, ConnectionError | RequestPayloadError):
+            logger.debug("A client has left, or sent no body", exc_info=error)
         else:
             super().log_exception(*args, **kwargs)
 

@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from bad_requests import BODIES, Case, case, cases
@@ -130,7 +130,8 @@ async def _answer(
     try:
         await asyncio.wait([reading], timeout=HALF_CLOSE_SECONDS)
         if not reading.done() and not writer.transport.is_closing():
-            writer.write_eof()
+            with suppress(OSError):  # the server has closed it meanwhile
+                writer.write_eof()
         return await reading
     finally:
         reading.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import Serve, Served, raw_request
 
+from cuengine.api.connection import Connection
 from cuengine.errors import EngineDiedError, EngineStoppedError
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -384,6 +386,26 @@ async def test_a_body_that_cannot_be_read_is_no_failure_in_the_log(
                 answer = await asyncio.wait_for(reader.read(12), 20)
                 assert answer[9:10] in (b"2", b"4"), (data, answer)
                 writer.close()
+    await _assert_serves(served)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+async def test_a_connection_given_up_before_its_body_is_read_is_no_failure_in_the_log(
+    serve: Serve, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a machine that stood still: the deadline for headers passes as they are taken in."""
+    take = Connection.data_received
+
+    def take_slowly(connection: Connection, data: bytes) -> None:
+        take(connection, data)
+        time.sleep(0.3)
+
+    served = await serve(header_timeout=0.2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Connection, "data_received", take_slowly)
+        reader, writer = await served.raw(raw_request(COMPLETIONS, {"prompt": "a"})[:-3])
+        assert (await asyncio.wait_for(reader.read(12), 20)).endswith(b"408")
+    writer.close()
     await _assert_serves(served)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
