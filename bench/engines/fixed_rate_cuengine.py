@@ -1,6 +1,7 @@
 """`cuengine serve` whose model makes up tokens at a fixed rate: arguments as those of `serve`.
 
-All is as it is but the model's runner: admission, scheduler, block pool, text and server are real.
+All is as it is but the model's runner, in the engine's own process: admission, scheduler, block
+pool, the socket between both processes, text and server are real.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from fixed_rate import TOKEN, Ticks
 
-from cuengine import loading
+from cuengine import engine_link, engine_process, loading
 from cuengine.batch import Batch, SamplerOutput, SamplingBatch
 from cuengine.cli.main import main
 from cuengine.config import EngineConfig
@@ -62,5 +63,9 @@ def _load_fixed_rate(config: EngineConfig) -> Engine:
 
 
 if __name__ == "__main__":
-    loading.load_engine = _load_fixed_rate
+    if sys.argv[1] == "--engine":  # started by the other one, with its end of their socket
+        del sys.argv[1]
+        loading.load_engine = _load_fixed_rate
+        sys.exit(engine_process.main())
+    engine_link.COMMAND = [sys.executable, __file__, "--engine"]
     sys.exit(main(["serve", *sys.argv[1:]]))
