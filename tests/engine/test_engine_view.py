@@ -24,13 +24,19 @@ async def engine(tiny_chat_model: Path, control: Control) -> AsyncIterator[Async
 
 
 async def test_a_view_shows_what_runs_under_the_names_that_requests_came_with(
-    engine: AsyncEngine,
+    control: Control, engine: AsyncEngine
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=600, ignore_eos=True, n=3)
+    control.close()
     stream = engine.generate([5] * 40, params, request_id="mine")
+    first = asyncio.create_task(anext(stream))
+    control.allow(1)
     async with asyncio.timeout(TIMEOUT):
-        await anext(stream)
-        view = await engine.view()
+        await first
+        looking = asyncio.create_task(engine.view())
+        control.allow(1)
+        view = await looking
+        control.open()
         assert [(s.request_id, s.index, s.prompt_len) for s in view.running] == [
             ("mine", 0, 40), ("mine", 1, 40), ("mine", 2, 40),
         ]  # fmt: skip
@@ -65,12 +71,19 @@ async def test_an_engine_that_died_is_seen_again_when_another_one_has_taken_over
     control: Control, engine: AsyncEngine
 ) -> None:
     params = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
-    stream = engine.generate([5] * 40, params, request_id="mine")
-    await patiently(anext(stream))
-    before = await patiently(engine.view())
     control.close()
+    begun, orders = control.begun, control.orders
+    stream = engine.generate([5] * 40, params, request_id="mine")
+    first = asyncio.create_task(anext(stream))
+    control.allow(1)
+    await patiently(first)
+    looking = asyncio.create_task(engine.view())
+    await until(lambda: control.orders == orders + 2)
+    control.allow(1)
+    before = await patiently(looking)
+    await until(lambda: control.begun == begun + 3)
     waiting = asyncio.create_task(engine.view())
-    await asyncio.sleep(0.05)  # so that it is asked while a step waits
+    await until(lambda: control.orders == orders + 3)
     kill(engine)
     with pytest.raises(EngineStoppedError, match="being started again"):
         await patiently(waiting)
