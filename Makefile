@@ -27,6 +27,9 @@ serve: .venv/cpu
 	$(BIN)/cuengine pull "$(MODEL)"
 	$(BIN)/cuengine serve "$(MODEL)" --port $(PORT) $(ARGS)
 
+# Two processes, one thread each: parallel loops of both on two cores would wait for each other.
+test: export NUMBA_NUM_THREADS = 1
+test: export OPENBLAS_NUM_THREADS = 1
 test: .venv/test
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 

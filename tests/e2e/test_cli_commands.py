@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -24,6 +25,9 @@ from cuengine.model.tokenizer import Tokenizer
 
 SECONDS = 60
 """For something to happen that only fails to happen when it is broken."""
+
+LONG = 1200
+"""Tokens of an answer that is to be stopped: 20 s of SmolLM2, but less than 1 s of a tiny model."""
 
 
 def _command(*arguments: object) -> list[str]:
@@ -120,9 +124,19 @@ def test_a_reader_that_goes_away_ends_generate_quietly(tiny_chat_model: Path) ->
     assert process.wait(SECONDS) == 1
 
 
-def test_ctrl_c_ends_generate_quietly_with_130(tiny_chat_model: Path) -> None:
+def test_ctrl_c_ends_generate_quietly_with_130(smollm2: str) -> None:
     process = subprocess.Popen(
-        _command("generate", tiny_chat_model, "-p", "x", "--max-tokens", 2000, "--ignore-eos"),
+        _command(
+            "generate",
+            smollm2,
+            "-p",
+            "x",
+            "--max-tokens",
+            LONG,
+            "--ignore-eos",
+            "--max-model-len",
+            LONG + 100,
+        ),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
@@ -183,9 +197,9 @@ class _Terminal:
         return os.waitstatus_to_exitcode(status)
 
 
-def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(tiny_chat_model: Path) -> None:
-    flags = ("--temperature", 0, "--max-tokens", 1900, "--ignore-eos")
-    terminal = _Terminal(_command("chat", tiny_chat_model, *flags))
+def test_in_a_terminal_ctrl_c_stops_the_answer_and_ctrl_d_leaves(smollm2: str) -> None:
+    flags = ("--temperature", 0, "--max-tokens", LONG, "--ignore-eos")
+    terminal = _Terminal(_command("chat", smollm2, *flags))
     terminal.until(b">>> ")
     terminal.type(b"hi\r")
     terminal.until(b"hi\r\n")

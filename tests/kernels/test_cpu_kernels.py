@@ -6,6 +6,7 @@ hold no token are NaN: a result without NaN has not used them.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -340,11 +341,25 @@ thread.start()
 thread.join()
 print(seen, numba.get_num_threads())
 """
+    environment = {k: v for k, v in os.environ.items() if k != "NUMBA_NUM_THREADS"}
     output = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True
+        [sys.executable, "-c", code], env=environment, check=False, capture_output=True, text=True
     )
     assert output.returncode == 0, output.stderr
     assert output.stdout.strip() == "[1] 1"
+
+
+def test_kernels_are_as_exact_on_three_threads() -> None:
+    pytest.importorskip("numba")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "-k", "numba", __file__],
+        env={**os.environ, "NUMBA_NUM_THREADS": "3", "PYTEST_ADDOPTS": ""},
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
 
 
 def test_weights_that_were_packed_are_multiplied_where_numba_turns_out_not_to_work(
