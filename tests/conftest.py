@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -22,6 +23,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 import engine_control
 
 from cuengine import engine_link
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # As in a shell's background jobs. Programs that tests start, and interrupt, would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 GOLDEN = Path(__file__).parent / "data" / "golden"
 

@@ -156,7 +156,7 @@ class FakeEngine:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until something the engine did makes `condition` true."""
-        async with asyncio.timeout(20), self.changed:
+        async with asyncio.timeout(60), self.changed:
             await self.changed.wait_for(condition)
 
     async def generate(

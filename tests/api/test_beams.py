@@ -184,12 +184,12 @@ async def test_the_responses_route_does_not_search(serve: Serve) -> None:
 async def test_blocks_are_free_after_clients_with_beams_vanish(tiny: Served) -> None:
     body = HI | {"max_tokens": 1500, "ignore_eos": True, "n": 4}
     writers = [(await tiny.raw(raw_request(COMPLETIONS, body)))[1] for _ in range(6)]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not (tiny.engine.stats().num_running and tiny.engine.stats().num_waiting):
             await asyncio.sleep(0.001)
     for writer in writers:
         writer.close()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while tiny.engine.stats().num_used_blocks or tiny.server.in_flight:
             await asyncio.sleep(0.01)
     stats = tiny.engine.stats()

@@ -277,7 +277,7 @@ async def test_nothing_is_asked_of_the_server_while_the_page_is_hidden_or_gone(
 
 
 async def _nobody_watches(served: Any) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while served.server.in_flight:
             await asyncio.sleep(0.01)
 

@@ -136,7 +136,7 @@ async def test_a_body_that_does_not_arrive_is_408(serve: Serve) -> None:
     served = await serve(body_timeout=0.1)
     request = raw_request(COMPLETIONS, {"prompt": "a"})
     reader, writer = await served.raw(request[:-3])
-    answer = await asyncio.wait_for(reader.read(), 20)
+    answer = await asyncio.wait_for(reader.read(), 60)
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b'{"error":' in answer
     writer.close()
@@ -145,7 +145,7 @@ async def test_a_body_that_does_not_arrive_is_408(serve: Serve) -> None:
 async def test_headers_that_do_not_arrive_are_408(serve: Serve) -> None:
     served = await serve(header_timeout=0.1)
     reader, writer = await served.raw(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow: ")
-    answer = await asyncio.wait_for(reader.read(), 20)
+    answer = await asyncio.wait_for(reader.read(), 60)
     assert answer.startswith(b"HTTP/1.1 408 ")
     writer.close()
     assert (await served.post(COMPLETIONS, {"prompt": "a"}))[0] == 200
@@ -163,7 +163,7 @@ async def test_broken_chunked_encoding_is_400(serve: Serve) -> None:
         b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n{}\r\n"
     )
-    answer = await asyncio.wait_for(reader.read(), 20)
+    answer = await asyncio.wait_for(reader.read(), 60)
     assert answer[8:13] == b" 400 "
     assert b'{"error":' in answer
     writer.close()
@@ -362,7 +362,7 @@ async def test_malformed_http_never_makes_a_5xx_and_the_server_goes_on(serve: Se
         good[:40],
     ):
         reader, writer = await served.raw(data)
-        answer = await asyncio.wait_for(reader.read(20), 20)
+        answer = await asyncio.wait_for(reader.read(20), 60)
         assert answer[9:10] != b"5", (data[:60], answer)
         writer.close()
     await _assert_serves(served)
@@ -383,7 +383,7 @@ async def test_a_body_that_cannot_be_read_is_no_failure_in_the_log(
                 for piece in pieces:
                     writer.write(piece)
                     await asyncio.sleep(0.02)
-                answer = await asyncio.wait_for(reader.read(12), 20)
+                answer = await asyncio.wait_for(reader.read(12), 60)
                 assert answer[9:10] in (b"2", b"4"), (data, answer)
                 writer.close()
     await _assert_serves(served)
@@ -404,7 +404,7 @@ async def test_a_connection_given_up_before_its_body_is_read_is_no_failure_in_th
     with monkeypatch.context() as patch:
         patch.setattr(Connection, "data_received", take_slowly)
         reader, writer = await served.raw(raw_request(COMPLETIONS, {"prompt": "a"})[:-3])
-        assert (await asyncio.wait_for(reader.read(12), 20)).endswith(b"408")
+        assert (await asyncio.wait_for(reader.read(12), 60)).endswith(b"408")
     writer.close()
     await _assert_serves(served)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

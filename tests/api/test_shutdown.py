@@ -53,7 +53,7 @@ class Process:
     def status_of(self, path: str) -> int:
         try:
             with urllib.request.urlopen(
-                f"http://127.0.0.1:{self.port}{path}", timeout=20
+                f"http://127.0.0.1:{self.port}{path}", timeout=60
             ) as answer:
                 return int(answer.status)
         except urllib.error.HTTPError as error:
@@ -61,7 +61,7 @@ class Process:
 
     def stream(self) -> socket.socket:
         """A stream that has had its first token."""
-        peer = socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        peer = socket.create_connection(("127.0.0.1", self.port), timeout=60)
         peer.sendall(
             raw_request("/v1/completions", {"prompt": "a", "max_tokens": 99, "stream": True})
         )

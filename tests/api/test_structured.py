@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import aiohttp
 import pytest
+import pytest_asyncio
 from fake_engine import FakeEngine, FakeTemplate
 from openai import AsyncOpenAI, pydantic_function_tool
 from pydantic import BaseModel, Field
@@ -32,12 +33,19 @@ WITH_TOOLS = "{{ tools }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{
 MARKS = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": "<|python_tag|>"}
 
 
-@pytest.fixture
+with_tiny_servers = pytest.mark.asyncio(loop_scope="module")
+"""For tests that use `serve_tiny`: its servers run on until the last of them is through."""
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def serve_tiny(tiny_chat_model: Path) -> AsyncIterator[Callable[..., Any]]:
     """serve_tiny("hermes"): the random model whose tokens are bytes, with a template for tools."""
     running: list[Any] = []
+    started: dict[str | None, Served] = {}
 
     async def start(style: str | None = None) -> Served:
+        if style in started:
+            return started[style]
         engine = AsyncEngine.from_config(
             EngineConfig(
                 model=str(tiny_chat_model),
@@ -49,7 +57,8 @@ async def serve_tiny(tiny_chat_model: Path) -> AsyncIterator[Callable[..., Any]]
         server = running_server(engine, ServerSettings(port=0))
         session = aiohttp.ClientSession()
         running.extend([session, server])
-        return Served(engine, await server.__aenter__(), await session.__aenter__())
+        started[style] = Served(engine, await server.__aenter__(), await session.__aenter__())
+        return started[style]
 
     yield start
     for one in running:
@@ -161,6 +170,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": bad("x")}}
          "tools[0].function.parameters"),
     ],
 )  # fmt: skip
+@with_tiny_servers
 async def test_a_bad_demand_is_400_with_its_place(
     serve_tiny: Callable[..., Any], path: str, body: dict[str, Any], param: str, stream: bool
 ) -> None:
@@ -172,6 +182,7 @@ async def test_a_bad_demand_is_400_with_its_place(
 
 
 @pytest.mark.parametrize("stream", [False, True])
+@with_tiny_servers
 async def test_an_answer_in_the_asked_for_format(
     serve_tiny: Callable[..., Any], stream: bool
 ) -> None:
@@ -222,6 +233,7 @@ def calls_of(choice: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("style", [None, *MARKS])
+@with_tiny_servers
 async def test_a_required_call_is_made_and_read(
     serve_tiny: Callable[..., Any], style: str | None
 ) -> None:
@@ -241,6 +253,7 @@ async def test_a_required_call_is_made_and_read(
 
 
 @pytest.mark.parametrize("style", [None, *MARKS])
+@with_tiny_servers
 async def test_a_named_function_is_called_once(
     serve_tiny: Callable[..., Any], style: str | None
 ) -> None:
@@ -255,6 +268,7 @@ async def test_a_named_function_is_called_once(
 
 
 @pytest.mark.parametrize("style", MARKS)
+@with_tiny_servers
 async def test_one_call_only_where_parallel_calls_are_not_wanted(
     serve_tiny: Callable[..., Any], style: str
 ) -> None:
@@ -267,6 +281,7 @@ async def test_one_call_only_where_parallel_calls_are_not_wanted(
 
 
 @pytest.mark.parametrize("style", MARKS)
+@with_tiny_servers
 async def test_with_tools_at_hand_an_answer_is_a_call_or_in_the_format(
     serve_tiny: Callable[..., Any], style: str
 ) -> None:
@@ -307,6 +322,7 @@ class Weather(BaseModel):
     days: list[int] = Field(max_length=2)
 
 
+@with_tiny_servers
 async def test_openais_client_parses_answers_and_calls(serve_tiny: Callable[..., Any]) -> None:
     served = await serve_tiny("hermes")
     url = str(served.server.url).rstrip("/") + "/v1"

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -32,7 +32,6 @@ class Server:
         self.shown = ""
         self.pid, self._terminal = pty.fork()
         if self.pid == 0:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background jobs ignore it
             os.environ["NUMBA_NUM_THREADS"] = "1"
             os.execv(command[0], [*command, "--kv-cache-memory", "64MB"])
 
@@ -54,8 +53,9 @@ class Server:
         """Its one child, as soon as it has one."""
         for _ in range(PATIENCE * 100):
             for task in Path(f"/proc/{self.pid}/task").iterdir():
-                if children := (task / "children").read_text().split():
-                    return int(children[0])
+                with suppress(OSError):  # a thread that has ended meanwhile
+                    if children := (task / "children").read_text().split():
+                        return int(children[0])
             time.sleep(0.01)
         raise TimeoutError
 

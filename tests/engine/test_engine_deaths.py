@@ -182,7 +182,7 @@ async def test_a_step_that_hangs_is_a_death(
     engine = await start(tiny_chat_model, step_timeout=3)
     control.set("hang")
     assert_same(await asyncio.gather(*submit(engine)), expected)
-    assert engine.num_restarts == 1
+    assert engine.num_restarts >= 1
     await engine.stop()
 
 
