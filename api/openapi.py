@@ -20,6 +20,7 @@ from cuengine.api.route import PRIVATE, Route
 from cuengine.api.state import ServerState
 
 _REF = "#/components/schemas/{name}"
+_EVENTS: dict[str, Any] = {"text/event-stream": {}}  # OpenAPI 3.1 has no schema for events
 _VARIABLE = re.compile(r"\{(\w+)(:[^}]*)?\}")
 
 
@@ -75,11 +76,13 @@ def _content(route: Route) -> dict[str, Any]:
     match route.answer:
         case None:
             return {}
+        case "text/event-stream":
+            return {"content": _EVENTS}
         case str(media):
             return {"content": {media: {"schema": {"type": "string"}}}}
     shape = _json(route.answer)
     if route.generates:
-        shape["content"]["text/event-stream"] = {}  # OpenAPI 3.1 has no schema for events
+        shape["content"] |= _EVENTS
     return shape
 
 

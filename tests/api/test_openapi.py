@@ -45,6 +45,18 @@ def test_every_route_is_described_and_every_reference_leads_somewhere(
     assert all(op["summary"] for op in operations)
 
 
+def test_events_are_never_described_as_one_string(document: dict[str, Any]) -> None:
+    contents = {
+        (path, method): operation["responses"]["200"].get("content", {})
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    }
+    streams = {key: content["text/event-stream"] for key, content in contents.items()
+               if "text/event-stream" in content}  # fmt: skip
+    assert {("/v1/chat/completions", "post"), ("/dashboard/events", "get")} <= streams.keys()
+    assert all(content == {} for content in streams.values())
+
+
 def test_a_request_body_has_every_field_of_the_type_that_checks_it(
     document: dict[str, Any],
 ) -> None:
