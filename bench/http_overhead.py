@@ -2,9 +2,10 @@
 
     python bench/http_overhead.py --python vllm=/venvs/vllm/bin/python
 
-In both, the model alone is replaced (engines/fixed_rate_*.py): each step ends at the next tick of a
-clock and brings every sequence a token. Scheduler, tokenizer, text, the engine's own process and
-HTTP are the server's own, with the same model folder. Server and client share this machine's cores.
+In both, the model alone is replaced (engines/fixed_rate_*.py): each step takes 20 ms on a device
+that works while the host prepares the next one, and brings every sequence a token. Scheduler,
+tokenizer, text, the engine's own process and HTTP are the server's own, with the same model folder.
+Server and client share this machine's cores.
 
 Two figures: how many streams run at full rate at once, of those tried (`--streams`), and the time
 to the first token of requests that come while 100 streams run. A stream is at full rate where its

@@ -1,4 +1,4 @@
-"""Steps that end at a fixed rate, whatever runs in them: what stands in for a model's speed.
+"""Steps that take the same time, whatever runs in them: what stands in for a model's speed.
 
 $FIXED_RATE has the steps per second, $FIXED_RATE_TOKEN the token that every sequence gets in each.
 """
@@ -11,18 +11,20 @@ import time
 TOKEN = int(os.environ.get("FIXED_RATE_TOKEN", "0"))
 
 
-class Ticks:
-    """Moments at which steps end: one step a tick, never two."""
+class Device:
+    """Takes one step after another, all equally long; one that is given to it late ends late.
+
+    (Steps that end with a clock's ticks would be the shorter the later a slow host brings them.)
+    """
 
     def __init__(self) -> None:
-        self._interval = 1 / float(os.environ.get("FIXED_RATE", "50"))
-        self._last = 0
+        self._seconds = 1 / float(os.environ.get("FIXED_RATE", "50"))
+        self._end = 0.0
 
-    def next(self) -> int:
-        """The tick at which a step ends that is given to the device now."""
-        now = int(time.perf_counter() / self._interval)
-        self._last = max(now, self._last) + 1
-        return self._last
+    def take(self) -> float:
+        """When a step ends that is given to the device now, on the clock `time.perf_counter`."""
+        self._end = max(time.perf_counter(), self._end) + self._seconds
+        return self._end
 
-    def wait_for(self, tick: int) -> None:
-        time.sleep(max(0.0, tick * self._interval - time.perf_counter()))
+    def wait_until(self, end: float) -> None:
+        time.sleep(max(0.0, end - time.perf_counter()))

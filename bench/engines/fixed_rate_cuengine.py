@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
-from fixed_rate import TOKEN, Ticks
+from fixed_rate import TOKEN, Device
 
 from cuengine import engine_link, engine_process, loading
 from cuengine.batch import Batch, SamplerOutput, SamplingBatch
@@ -22,12 +22,12 @@ from cuengine.engine import Engine
 
 @dataclass(slots=True)
 class _Step:
-    ticks: Ticks
-    tick: int
+    device: Device
+    end: float
     rows: int
 
     def fetch(self) -> SamplerOutput:
-        self.ticks.wait_for(self.tick)
+        self.device.wait_until(self.end)
         none = np.empty((self.rows, 0))
         return SamplerOutput(
             token_ids=np.full(self.rows, TOKEN, np.int32),
@@ -44,10 +44,10 @@ class FixedRateRunner:
     overlaps = True
 
     def __init__(self) -> None:
-        self._ticks = Ticks()
+        self._device = Device()
 
     def run(self, batch: Batch, sampling: SamplingBatch) -> _Step:
-        return _Step(self._ticks, self._ticks.next(), len(batch.logits_indices))
+        return _Step(self._device, self._device.take(), len(batch.logits_indices))
 
     def range(self, name: str) -> AbstractContextManager[None]:
         return nullcontext()

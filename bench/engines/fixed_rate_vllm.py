@@ -13,7 +13,9 @@ import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from fixed_rate import TOKEN, Ticks
+from fixed_rate import TOKEN, Device
+from vllm.config import VllmConfig
+from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.outputs import ModelRunnerOutput
@@ -24,8 +26,9 @@ class FixedRateExecutor(UniProcExecutor):
 
     def _init_executor(self) -> None:
         super()._init_executor()
-        self._ticks = Ticks()
+        self._device = Device()
         self._thread = ThreadPoolExecutor(1)
+        self._step: Future[ModelRunnerOutput] = Future()
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
@@ -44,19 +47,34 @@ class FixedRateExecutor(UniProcExecutor):
         )
         if not names:
             return _done(output) if non_block else output
-        future = self._thread.submit(self._at, self._ticks.next(), output)
-        return future if non_block else future.result()
+        self._step = self._thread.submit(self._at, self._device.take(), output)
+        return _done(None) if non_block else None  # as a GPU's: the tokens are fetched below
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
-        raise RuntimeError("a step's output has its tokens already")
+        return self._step if non_block else self._step.result()
 
-    def _at(self, tick: int, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        self._ticks.wait_for(tick)
+    def _at(self, end: float, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        self._device.wait_until(end)
         return output
 
 
-def _done(output: ModelRunnerOutput) -> Future[ModelRunnerOutput]:
-    future: Future[ModelRunnerOutput] = Future()
+def _schedule_ahead_on_cpus_too() -> None:
+    """vLLM has it switched off there, as it gains nothing where the host is the device."""
+    check = CpuPlatform.check_and_update_config
+
+    def check_all_else(cls: type[CpuPlatform], config: VllmConfig) -> None:
+        ahead = config.scheduler_config.async_scheduling
+        check(config)
+        config.scheduler_config.async_scheduling = ahead
+
+    CpuPlatform.check_and_update_config = classmethod(check_all_else)
+
+
+_schedule_ahead_on_cpus_too()
+
+
+def _done(output: ModelRunnerOutput | None) -> Future[ModelRunnerOutput | None]:
+    future: Future[ModelRunnerOutput | None] = Future()
     future.set_result(output)
     return future
 
