@@ -93,6 +93,12 @@ class Metrics:
             ["finished_reason"],
             registry=self._registry,
         )
+        self.errors = Counter(
+            "cuengine_request_errors",
+            "Requests answered with an error, or whose stream ended with one, by its status",
+            ["status"],
+            registry=self._registry,
+        )
 
     def render(self) -> bytes:
         """Everything, in Prometheus' text format 0.0.4."""
@@ -181,6 +187,10 @@ class _EngineCollector(Collector):
         for position, count in enumerate(stats.num_accepted_tokens_per_pos):
             positions.add_metric([str(position)], count)
         yield positions
+        up = not (self._engine.restarting or self._engine.failed)
+        yield GaugeMetricFamily(
+            "cuengine_engine_up", "1: the engine runs; 0: it is started again, or failed", value=up
+        )
         yield CounterMetricFamily(
             "cuengine_engine_restarts",
             "Times that the engine died and was started again",

@@ -250,6 +250,7 @@ async def _admit(request: web.Request, handler: _Handler, state: ServerState) ->
         raise  # the client has left: there is nobody to answer
     except Exception as problem:
         error = error_from(problem)
+    state.metrics.errors.labels(str(error.status)).inc()
     return error_response(error)
 
 

@@ -150,6 +150,7 @@ async def stream_answer(
                 if not stream.opened or isinstance(error, ConnectionError):
                     raise
                 failure = error_from(error)
+                state.metrics.errors.labels(str(failure.status)).inc()
             finally:
                 first.cancel()
                 await asyncio.wait({first})

@@ -5,6 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import signal
+import sys
+from types import FrameType
 
 from cuengine.api.settings import ServerSettings
 from cuengine.cli.arguments import UsageError, engine_config
@@ -17,6 +20,7 @@ def run(args: argparse.Namespace) -> int:
 
     from cuengine.api.server import listen, run_server
 
+    signal.signal(signal.SIGTERM, _end_while_loading)
     listening = listen(settings)  # an address in use shows now, not after the model is loaded
     try:
         name, engine = build_engine(engine_config(args), step_timeout=args.step_timeout)
@@ -26,6 +30,13 @@ def run(args: argparse.Namespace) -> int:
     finally:
         listening.close()
     return 0
+
+
+def _end_while_loading(_number: int, _frame: FrameType | None) -> None:
+    """Until the server drains on it. By default SIGTERM ends any process but a container's first,
+    which does not notice it: the model would be loaded and served until somebody kills it.
+    """
+    sys.exit(128 + signal.SIGTERM)
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:

@@ -81,6 +81,28 @@ async def test_an_abandoned_request_counts_as_aborted(serve: Serve) -> None:
     assert samples["cuengine_requests_finished_total[abort]"] == 1
 
 
+async def test_errors_count_by_status_and_those_that_end_a_stream_too(serve: Serve) -> None:
+    served = await serve(FakeEngine(error=ZeroDivisionError(), error_at=2))
+    await served.post("/v1/completions", {"prompt": "a"})
+    events = await served.events("/v1/completions", {"prompt": "a"})
+    assert "error" in events[-1]
+    await served.post("/v1/completions", {"prompt": 5})
+    await served.get("/v1/nothing")
+    await served.get("/health")
+    samples = await _samples(served)
+    name = "cuengine_request_errors_total"
+    assert {key: value for key, value in samples.items() if key.startswith(name)} == {
+        f"{name}[500]": 2, f"{name}[400]": 1, f"{name}[404]": 1,
+    }  # fmt: skip
+
+
+async def test_an_engine_that_is_started_again_or_has_failed_is_not_up(serve: Serve) -> None:
+    served = await serve()
+    for state, up in (({}, 1), ({"restarting": True}, 0), ({"failed": True}, 0)):
+        vars(served.engine).update({"restarting": False, "failed": False} | state)
+        assert (await _samples(served))["cuengine_engine_up"] == up
+
+
 async def test_two_servers_in_one_process_count_apart(serve: Serve) -> None:
     one, two = await serve(), await serve()
     await one.post("/v1/completions", {"prompt": "a"})
