@@ -95,10 +95,13 @@ class Metrics:
         )
         self.errors = Counter(
             "cuengine_request_errors",
-            "Requests answered with an error, or whose stream ended with one, by its status",
+            "Requests to the model that ended with an error, also within a stream, by its status",
             ["status"],
             registry=self._registry,
         )
+        # From the start on: of a series that begins at 100, Prometheus sees no increase.
+        for status in _SERVER_ERRORS:
+            self.errors.labels(str(status))
 
     def render(self) -> bytes:
         """Everything, in Prometheus' text format 0.0.4."""

@@ -166,6 +166,9 @@ ROUTES = (
 )
 
 
+_GENERATING = {route.path for route in ROUTES if route.generates}
+
+
 def add_routes(app: web.Application, state: ServerState) -> None:
     """Every route, and again under the root path: some proxies cut it off and some do not."""
     settings = state.settings
@@ -250,7 +253,8 @@ async def _admit(request: web.Request, handler: _Handler, state: ServerState) ->
         raise  # the client has left: there is nobody to answer
     except Exception as problem:
         error = error_from(problem)
-    state.metrics.errors.labels(str(error.status)).inc()
+    if request.path.removeprefix(state.settings.root_path) in _GENERATING:
+        state.metrics.errors.labels(str(error.status)).inc()
     return error_response(error)
 
 
