@@ -30,6 +30,8 @@ _REQUEST_BUCKETS = (
     240.0, 480.0, 960.0,
 )  # fmt: skip
 
+_SERVER_ERRORS = (500, 503, 504)
+
 LAST_FIRST_TOKENS, LAST_GAPS = 100, 1000
 """Latencies that are kept as they are, for people who look at the moment."""
 

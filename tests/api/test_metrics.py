@@ -81,18 +81,23 @@ async def test_an_abandoned_request_counts_as_aborted(serve: Serve) -> None:
     assert samples["cuengine_requests_finished_total[abort]"] == 1
 
 
-async def test_errors_count_by_status_and_those_that_end_a_stream_too(serve: Serve) -> None:
-    served = await serve(FakeEngine(error=ZeroDivisionError(), error_at=2))
+async def test_errors_of_requests_to_the_model_count_by_status_and_those_that_end_a_stream_too(
+    serve: Serve,
+) -> None:
+    engine = FakeEngine(error=ZeroDivisionError(), error_at=2)
+    served = await serve(engine, root_path="/llm")
     await served.post("/v1/completions", {"prompt": "a"})
     events = await served.events("/v1/completions", {"prompt": "a"})
     assert "error" in events[-1]
-    await served.post("/v1/completions", {"prompt": 5})
-    await served.get("/v1/nothing")
-    await served.get("/health")
+    await served.post("/llm/v1/completions", {"prompt": 5})
+    engine.failed = True
+    # A probe is no request to the model.
+    assert (await served.get("/ready"))[0] == 503
+    assert (await served.get("/v1/nothing"))[0] == 404
     samples = await _samples(served)
     name = "cuengine_request_errors_total"
     assert {key: value for key, value in samples.items() if key.startswith(name)} == {
-        f"{name}[500]": 2, f"{name}[400]": 1, f"{name}[404]": 1,
+        f"{name}[500]": 2, f"{name}[400]": 1, f"{name}[503]": 0, f"{name}[504]": 0,
     }  # fmt: skip
 
 
