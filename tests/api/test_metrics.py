@@ -89,7 +89,7 @@ async def test_errors_of_requests_to_the_model_count_by_status_and_those_that_en
     await served.post("/v1/completions", {"prompt": "a"})
     events = await served.events("/v1/completions", {"prompt": "a"})
     assert "error" in events[-1]
-    await served.post("/llm/v1/completions", {"prompt": 5})
+    await served.post("/v1/completions", {"prompt": 5})
     engine.failed = True
     # A probe is no request to the model.
     assert (await served.get("/ready"))[0] == 503
