@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,9 @@ def test_the_command_line_takes_the_arguments(folder: str) -> None:
     config, settings = _settings(folder)
     assert settings.host == "0.0.0.0"
     assert config.device == {"overlays/cpu": "cpu", "overlays/gpu": "cuda"}[folder]
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    for container in all_containers(_one(folder, "Deployment")):
+        assert set(container["command"]) <= scripts.keys()
     [init] = _pod(folder)["initContainers"]
     pull = build_parser().parse_args(_arguments(folder, init))
     assert (pull.command, pull.model, config.model) == ("pull", DEFAULT_MODEL, DEFAULT_MODEL)
