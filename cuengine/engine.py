@@ -250,6 +250,10 @@ class Engine:
         If the runner raises, the requests of the steps concerned are aborted, and nothing is used
         again of what was cached: what is in the blocks is not known. The error is passed on.
         """
+        with self.runner.range("step"):
+            return self._step()
+
+    def _step(self) -> list[EngineOutput]:
         before = self._in_flight
         if before is not None and before.tokens_first:
             self._in_flight = None
@@ -315,7 +319,7 @@ class Engine:
             if self._speculator is not None:
                 with runner.range("draft"):
                     self._speculator.propose(step)
-            with runner.range("schedule"):
+            with runner.range("build"):
                 batch, sampling = build_batch(step, self.config.block_size), build_sampling(step)
             output = runner.run(batch, sampling)
         except BaseException:
@@ -358,9 +362,13 @@ class Engine:
             after, self._in_flight = self._in_flight, None
             self._abandon(launched.chunks + ([] if after is None else after.chunks))
             raise
+        with self.runner.range("collect"):
+            return self._deal_out(launched.chunks, results)
+
+    def _deal_out(self, chunks: list[Chunk], results: _Results) -> list[EngineOutput]:
         outputs: dict[str, EngineOutput] = {}
         row = 0
-        for chunk in launched.chunks:
+        for chunk in chunks:
             request = chunk.sequence.request
             if chunk.num_prompt_rows:
                 self._collect_prompt(chunk, results, row)

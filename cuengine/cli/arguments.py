@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cuengine.cli.server_arguments import add_server
-from cuengine.cli.values import memory_size
+from cuengine.cli.values import count, memory_size
 from cuengine.config import BLOCK_SIZES, DEFAULT_MODEL, DEVICES, DTYPES, EngineConfig
 from cuengine.device.kernel_variants import DTYPES as KERNEL_DTYPES
 from cuengine.device.kernel_variants import HEAD_DIMS
@@ -104,6 +104,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_sampling(generate, max_tokens=256)
     _add_engine(generate)
 
+    profile = command("profile", "show where the time of prefill and decode steps goes")
+    _add_model(profile)
+    _add_profile(profile)
+
     pull = command("pull", "fetch a model and prepare it, so that it starts at once")
     _add_model(pull)
 
@@ -113,6 +117,31 @@ def build_parser() -> argparse.ArgumentParser:
     info = command("info", "show what cuengine finds on this machine; for bug reports")
     info.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--batch", type=count, default=8, metavar="N", help="sequences (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--context",
+        type=count,
+        default=256,
+        metavar="TOKENS",
+        help="of each prompt, at which decoding begins (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=count,
+        default=32,
+        metavar="N",
+        help="decode steps; prefill takes those that the prompts need (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE", help="write a Chrome trace, for ui.perfetto.dev"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    _add_machine(parser.add_argument_group("engine"))
 
 
 def _add_compile(parser: argparse.ArgumentParser) -> None:
@@ -177,8 +206,8 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--revision", help="branch, tag or commit of a hub name")
 
 
-def _add_engine(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("engine")
+def _add_machine(group: argparse._ArgumentGroup) -> None:
+    """What an engine runs on, and the sizes that its speed depends on."""
     default = EngineConfig()
     group.add_argument(
         "--device",
@@ -201,19 +230,6 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="tokens per KV block (default: %(default)s)",
     )
     group.add_argument(
-        "--max-model-len",
-        type=int,
-        metavar="TOKENS",
-        help="longest prompt and output together (default: the model's limit)",
-    )
-    group.add_argument(
-        "--max-num-seqs",
-        type=int,
-        metavar="N",
-        default=default.max_num_seqs,
-        help="sequences that run at once (default: %(default)s)",
-    )
-    group.add_argument(
         "--max-num-batched-tokens",
         type=int,
         metavar="N",
@@ -234,17 +250,36 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
         help="part of the GPU's memory to use in all (default: %(default)s)",
     )
     group.add_argument(
+        "--enforce-eager",
+        action="store_true",
+        help="launch each kernel of a decode step, not a CUDA graph of them",
+    )
+
+
+def _add_engine(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("engine")
+    default = EngineConfig()
+    _add_machine(group)
+    group.add_argument(
+        "--max-model-len",
+        type=int,
+        metavar="TOKENS",
+        help="longest prompt and output together (default: the model's limit)",
+    )
+    group.add_argument(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        default=default.max_num_seqs,
+        help="sequences that run at once (default: %(default)s)",
+    )
+    group.add_argument(
         "--swap-space",
         type=float,
         metavar="GIB",
         default=default.swap_space,
         help="host memory for the KV blocks of preempted requests, instead of computing them again "
         "(default: %(default)g GiB)",
-    )
-    group.add_argument(
-        "--enforce-eager",
-        action="store_true",
-        help="launch each kernel of a decode step, not a CUDA graph of them",
     )
     group.add_argument(
         "--enable-prefix-caching",

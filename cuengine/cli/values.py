@@ -1,4 +1,4 @@
-"""Values on the command line and in its messages: sizes in memory, ports."""
+"""Values on the command line and in its messages: counts, sizes in memory, ports."""
 
 from __future__ import annotations
 
@@ -19,6 +19,13 @@ def memory_size(text: str) -> int:
             f"{text!r} is not a size in memory, such as 2GiB, 512MB or 1000000 (bytes)"
         )
     return size
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
 
 
 def format_size(num_bytes: float) -> str:

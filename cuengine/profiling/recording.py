@@ -1,0 +1,87 @@
+"""What was timed: spans of the host's time, nested, and of a device's stream, one after another."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from cuengine.profiling.work import Work
+
+now = time.perf_counter_ns
+
+
+@dataclass(slots=True)
+class Span:
+    """Something that took time.
+
+    start, end  nanoseconds of `now`
+    depth       spans that this one lies in
+    work        of an operation; None for a range
+    """
+
+    name: str
+    depth: int
+    work: Work | None = None
+    start: int = 0
+    end: int = 0
+
+    @property
+    def duration(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(slots=True)
+class RecordedStep:
+    """One step of the engine.
+
+    kind    "prefill" or "decode"
+    host    spans in the order in which they began; the first is the step itself
+    stream  operations on the device's stream, where it has one: a GPU's
+    """
+
+    kind: str
+    host: list[Span]
+    stream: list[Span] = field(default_factory=list)
+
+
+class Recorder:
+    """Collects the host's spans. One thread uses it."""
+
+    def __init__(self) -> None:
+        self._spans: list[Span] = []
+        self._depth = 0
+
+    def range(self, name: str) -> _Range:
+        return _Range(self, name)
+
+    def begin(self, name: str, work: Work | None = None) -> Span:
+        """A span that begins now, in all that have not ended."""
+        span = Span(name, self._depth, work)
+        self._spans.append(span)
+        self._depth += 1
+        span.start = now()
+        return span
+
+    def end(self, span: Span) -> None:
+        span.end = now()
+        self._depth -= 1
+
+    def take(self) -> list[Span]:
+        """All that has ended since the last call; nothing must be open."""
+        assert self._depth == 0
+        spans, self._spans = self._spans, []
+        return spans
+
+
+class _Range:
+    __slots__ = ("_name", "_recorder", "_span")
+
+    def __init__(self, recorder: Recorder, name: str) -> None:
+        self._recorder = recorder
+        self._name = name
+
+    def __enter__(self) -> None:
+        self._span = self._recorder.begin(self._name)
+
+    def __exit__(self, *exception: object) -> None:
+        self._recorder.end(self._span)
