@@ -7,16 +7,22 @@ import dataclasses
 import json
 import sys
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from cuengine.cli.arguments import UsageError, engine_config
 from cuengine.cli.start import model_folder, note
+from cuengine.config import EngineConfig
+from cuengine.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cuengine.profiling.workload import Workload
 
 EMULATION = "emulated: times are those of the emulation on this machine's CPU, and of no GPU"
 
 
 def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
+    workload = _workload(args, config)
     trace = None if args.trace is None else _open(args.trace)
     name, folder = model_folder(config)
 
@@ -24,11 +30,8 @@ def run(args: argparse.Namespace) -> int:
     from cuengine.model.config import read_model_config
     from cuengine.profiling.chrome_trace import chrome_trace
     from cuengine.profiling.report import as_json, render
-    from cuengine.profiling.run import Profiler, Workload
+    from cuengine.profiling.run import Profiler
 
-    workload = Workload(
-        args.batch, args.context, args.steps, config.max_num_batched_tokens, config.block_size
-    )
     workload.check_model(read_model_config(folder).context_length)
     config = dataclasses.replace(workload.settings(config), model=str(folder), revision=None)
     profiler = Profiler(load_engine(config), workload)
@@ -55,6 +58,17 @@ def run(args: argparse.Namespace) -> int:
     for section in sections:
         print(f"\n{render(section)}")
     return 0
+
+
+def _workload(args: argparse.Namespace, config: EngineConfig) -> Workload:
+    from cuengine.profiling.workload import Workload
+
+    try:
+        return Workload(
+            args.batch, args.context, args.steps, config.max_num_batched_tokens, config.block_size
+        )
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
 
 
 def _quiet(text: str) -> None:

@@ -1,5 +1,6 @@
 """Where the time of a step goes: `cuengine profile` (cli/profile.py) is its command.
 
-work.py counts bytes and operations, device.py times a device's operations, recording.py keeps what
-was timed, run.py drives an engine, report.py makes tables of it and chrome_trace.py a trace file.
+workload.py says what is run, run.py drives an engine through it, device.py and stream.py time a
+device's operations, work.py counts their bytes and operations, recording.py keeps what was timed,
+report.py makes tables of it and chrome_trace.py a trace file.
 """

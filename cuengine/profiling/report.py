@@ -147,7 +147,7 @@ def render(section: Section) -> str:
     lines.append(_line("", Row(REST, 0, section.rest), section.nanoseconds, steps))
     if section.stream:
         of_step = section.stream_time / steps / 1e6
-        lines += ["", f"on the device, of {of_step:.2f} ms a step from first to last operation:"]
+        lines += ["", f"on the device, {of_step:.2f} ms from the first operation to the last:"]
         for row in _longest_first(section.stream):
             lines.append(_line("", row, section.stream_time, steps))
         lines.append(_line("", Row(BETWEEN, 0, section.between), section.stream_time, steps))

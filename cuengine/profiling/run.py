@@ -9,104 +9,27 @@ machine that gets slower or faster meanwhile does not look like a cost of profil
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 
-from cuengine.config import EngineConfig
 from cuengine.device.cuda.device import CudaDevice
 from cuengine.device.interface import Device
 from cuengine.engine import Engine
-from cuengine.errors import ConfigError
 from cuengine.model.llama import Llama
 from cuengine.model_runner import ModelRunner
 from cuengine.profiling.device import Counts, ProfiledDevice
 from cuengine.profiling.recording import RecordedStep, Recorder, now
 from cuengine.profiling.report import Section, counted, summarize
 from cuengine.profiling.stream import StreamTimes
+from cuengine.profiling.workload import Workload
 from cuengine.sampling_params import SamplingParams
 from cuengine.scheduler import Chunk
 
 PREFILL, DECODE = "prefill", "decode"
-
-
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """batch sequences, with prompts of context tokens each; steps decode steps of all of them.
-
-    step_tokens  tokens in one step, at most (max_num_batched_tokens)
-    block_size   tokens per KV block
-    """
-
-    batch: int
-    context: int
-    steps: int
-    step_tokens: int
-    block_size: int
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError where a decode step leaves less than half of the tokens to prompts."""
-        if 2 * self.batch > self.step_tokens:
-            raise ConfigError(
-                f"--batch {self.batch} needs --max-num-batched-tokens {2 * self.batch} or more, "
-                f"and it is {self.step_tokens}: raise that, or ask for a batch of at most "
-                f"{self.step_tokens // 2}"
-            )
-
-    @property
-    def _admission_steps(self) -> int:
-        """Steps, at most, until all prompts run whose full blocks are cached."""
-        left = self.batch * min(self.block_size, self.context)
-        return -(-left // (self.step_tokens - self.batch)) + 1
-
-    @property
-    def length(self) -> int:
-        """Tokens of the longest sequence."""
-        return self.context + self._admission_steps + self.steps + 1
-
-    @property
-    def num_blocks(self) -> int:
-        """KV blocks: with one for each sequence that has to be free for the next to be admitted."""
-        return self.batch * (-(-self.length // self.block_size) + 1)
-
-    def settings(self, config: EngineConfig) -> EngineConfig:
-        """Those of an engine for it: a KV cache of as many blocks, if memory allows."""
-        each = -(-self.length // self.block_size)
-        return replace(
-            config,
-            max_model_len=self.length,
-            max_num_seqs=-(-self.num_blocks // each),
-            skip_tokenizer_init=True,
-        )
-
-    def check_model(self, context_length: int) -> None:
-        """Raises ConfigError for what is longer than the model's context."""
-        if self.length > context_length:
-            rest = self.length - self.context
-            advice = (
-                f"ask for --context {context_length - rest} at most, or for fewer steps"
-                if context_length > rest
-                else f"ask for fewer --steps: {max(0, context_length - rest + self.steps - 1)} "
-                "at most"
-            )
-            raise ConfigError(
-                f"--context {self.context} with --steps {self.steps} makes sequences of "
-                f"{self.length} tokens, and this model's context is {context_length}: {advice}"
-            )
-
-    def check_cache(self, num_blocks: int, block_bytes: int) -> None:
-        """Raises ConfigError where the KV cache, of blocks of so many bytes, is too small."""
-        if self.num_blocks > num_blocks:
-            most = num_blocks // (self.num_blocks // self.batch)
-            raise ConfigError(
-                f"--batch {self.batch} with --context {self.context} and --steps {self.steps} "
-                f"needs {self.num_blocks} KV blocks of {self.block_size} tokens, and the cache has "
-                f"{num_blocks}: ask for a batch of at most {most}, for less context, or for "
-                f"--kv-cache-memory {-(-self.num_blocks * block_bytes // 2**20)}MiB"
-            )
 
 
 @dataclass(slots=True)
@@ -195,11 +118,12 @@ class Profiler:
         work = self._workload
         prefills = list(self._steps(name, PREFILL, 1, take))
         decodes: list[_Step] = []
-        for step in self._steps(name, DECODE, work.length - work.context, take):
-            if step.kind == DECODE:
-                decodes.append(step)
-            if len(decodes) == work.steps:
-                break
+        with closing(self._steps(name, DECODE, work.length - work.context, take)) as steps:
+            for step in steps:
+                if step.kind == DECODE:
+                    decodes.append(step)
+                if len(decodes) == work.steps:
+                    break
         for index in range(work.batch):
             self._engine.abort(_request_id(name, DECODE, index))
         while self._engine.has_unfinished():
@@ -209,7 +133,7 @@ class Profiler:
 
     def _steps(
         self, name: str, wanted: str, max_tokens: int, take: Callable[[str | None], None]
-    ) -> Iterator[_Step]:
+    ) -> Generator[_Step, None, None]:
         """Add the prompts and run; where the engine overlaps steps, each is given when it is done.
 
         Of the kind that is wanted are only steps that are full of it.
@@ -225,17 +149,19 @@ class Profiler:
             engine.add_request(_request_id(name, wanted, index), prompt, params, cache_salt=name)
         engine.before_launch = note
         elapsed = 0
-        while engine.has_unfinished():
-            completed = engine.num_completed_steps
-            started = now()
-            engine.step()
-            elapsed += now() - started
-            if engine.num_completed_steps > completed:
-                step = launched.popleft()
-                step.nanoseconds, elapsed = elapsed, 0
-                take(step.kind)
-                yield step
-        engine.before_launch = None
+        try:
+            while engine.has_unfinished():
+                completed = engine.num_completed_steps
+                started = now()
+                engine.step()
+                elapsed += now() - started
+                if engine.num_completed_steps > completed:
+                    step = launched.popleft()
+                    step.nanoseconds, elapsed = elapsed, 0
+                    take(step.kind)
+                    yield step
+        finally:
+            engine.before_launch = None
 
     def _look_at(self, chunks: list[Chunk], wanted: str) -> _Step:
         decodes = sum(chunk.start >= chunk.sequence.prompt_len for chunk in chunks)

@@ -1,0 +1,226 @@
+"""Tables and traces of recorded steps: hand-made ones, and any that a recorder can make."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuengine.profiling.chrome_trace import chrome_trace
+from cuengine.profiling.recording import RecordedStep, Recorder, Span
+from cuengine.profiling.report import Section, as_json, counted, render, summarize
+from cuengine.profiling.work import Work
+
+US, MS = 10**3, 10**6
+
+
+def spans(*rows: tuple[str, int, float, float, Work | None]) -> list[Span]:
+    """From names, depths, begins and ends in milliseconds, and work."""
+    return [
+        Span(name, depth, work, round(start * MS), round(end * MS))
+        for name, depth, start, end, work in rows
+    ]
+
+
+def a_step(at: float = 0.0) -> RecordedStep:
+    """10 ms: 1 to schedule, 8 of forward with 3 + 3 of two layers' products, 0.5 of sampling."""
+    product = Work(6_000_000, 3_000_000_000)
+    host = spans(
+        ("step", 0, 0, 10, None),
+        ("schedule", 1, 0, 1, None),
+        ("forward", 1, 1, 9, None),
+        ("layer 0", 2, 1, 4.5, None),
+        ("linear o", 3, 1, 4, product),
+        ("layer 1", 2, 4.5, 9, None),
+        ("linear o", 3, 5, 8, product),
+        ("silu_mul", 3, 8, 9, Work(1_000_000, 0)),
+        ("sample", 1, 9.25, 9.75, None),
+    )
+    for span in host:
+        span.start, span.end = span.start + round(at * MS), span.end + round(at * MS)
+    return RecordedStep("decode", host)
+
+
+def section(steps: Sequence[RecordedStep], unprofiled: Sequence[int] = (8 * MS,)) -> Section:
+    return summarize("decode", "2 sequences", steps, unprofiled)
+
+
+def test_phases_hold_their_operations_and_what_is_between_and_the_step_has_a_rest() -> None:
+    found = section([a_step(), a_step(20)])
+    assert (found.num_steps, found.nanoseconds) == (2, 20 * MS)
+    forward = found.phases["forward"]
+    assert {name: (row.calls, row.nanoseconds) for name, row in forward.operations.items()} == {
+        "linear o": (4, 12 * MS),
+        "silu_mul": (2, 2 * MS),
+    }
+    assert forward.operations["linear o"].work == Work(24_000_000, 12_000_000_000)
+    assert (forward.nanoseconds, forward.between) == (16 * MS, 2 * MS)
+    assert found.phases["sample"].between == 0  # a phase without operations is one whole
+    assert found.rest == 1 * MS
+    assert found.named_share == pytest.approx(1 - 3 / 20)
+
+
+def test_the_median_steps_are_told_side_by_side() -> None:
+    slow = a_step(20)
+    slow.host[0].end += 90 * MS
+    found = section([a_step(), slow, a_step(200)], [8 * MS, 100 * MS, 9 * MS])
+    assert (found.profiled, found.unprofiled) == (10.0, 9.0)
+    assert "10.00 ms, without profiling 9.00 ms: +11.1 % with it" in render(found)
+
+
+def test_the_table_shows_calls_milliseconds_shares_and_rates_of_a_step() -> None:
+    lines = render(section([a_step(), a_step(20)])).splitlines()
+    assert lines[0] == "decode: 2 steps of 2 sequences; 10.00 ms each"
+    rows = {line[:26].strip(): line[26:].split() for line in lines[2:12] if line}
+    # 12 MB and 6 G operations of a step in 6 ms.
+    assert rows["linear o"] == ["2", "6.000", "60.0%", "2", "1"]
+    assert rows["silu_mul"] == ["1", "1.000", "10.0%", "1"]
+    assert rows["(between operations)"] == ["1.000", "10.0%"]
+    assert rows["(rest)"] == ["0.500", "5.0%"]
+    assert list(rows)[:5] == ["schedule", "forward", "linear o", "silu_mul", "(between operations)"]
+    assert "85.0 % of the time has a name" in lines[-1]
+    assert max(map(len, lines[:-1])) <= 80
+
+
+def on_a_stream() -> RecordedStep:
+    host = spans(("step", 0, 0, 10, None), ("forward", 1, 0, 10, None))
+    stream = spans(
+        ("linear o", 0, 4, 6, Work(4_000_000_000, 8_000_000_000)),
+        ("silu_mul", 0, 7, 8, Work(1000, 0)),
+    )
+    return RecordedStep("decode", host, stream)
+
+
+def test_operations_on_a_stream_have_a_table_of_their_own() -> None:
+    found = section([on_a_stream()])
+    assert (found.stream_time, found.between) == (4 * MS, 1 * MS)
+    assert found.named_share == pytest.approx(0.75)  # the stream's, which is less than the host's
+    text = render(found)
+    assert "on the device, 4.00 ms from the first operation to the last" in text
+    [line] = [line for line in text.splitlines() if line.startswith("linear o")]
+    assert line.split() == ["linear", "o", "1", "2.000", "50.0%", "2000", "4"]
+
+
+def test_json_has_totals_from_which_the_rates_follow() -> None:
+    found = json.loads(json.dumps(as_json(section([a_step(), a_step(20)]))))
+    assert (found["kind"], found["steps"], found["seconds"]) == ("decode", 2, 0.02)
+    [forward] = [phase for phase in found["phases"] if phase["name"] == "forward"]
+    assert forward["operations"][0] == {
+        "name": "linear o", "calls": 4, "seconds": 0.012,
+        "bytes": 24_000_000, "operations": 12_000_000_000,
+    }  # fmt: skip
+    assert (forward["between_operations"], found["rest"]) == (0.002, 0.001)
+    assert found["median_step"] == {"profiled": 0.01, "unprofiled": 0.008}
+    assert "device" not in found
+    device = as_json(section([on_a_stream()]))["device"]
+    assert (device["seconds"], device["between_operations"]) == (0.004, 0.001)
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(1, "1 step"), (2, "2 steps"), ("1", "1 step"), ("1 to 3", "1 to 3 steps")]
+)
+def test_things_are_counted_in_english(number: int | str, text: str) -> None:
+    assert counted(number, "step") == text
+
+
+# Traces
+
+
+def check_trace(trace: dict[str, Any]) -> list[dict[str, Any]]:
+    """Its complete events; the shape is what Perfetto and chrome://tracing read."""
+    assert json.loads(json.dumps(trace)) == trace
+    named = set()
+    events = []
+    for event in trace["traceEvents"]:
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        if event["ph"] == "M":
+            assert event["name"] in ("process_name", "thread_name")
+            assert event["args"]["name"]
+            named.add((event["pid"], event["tid"]))
+            continue
+        assert event["ph"] == "X"
+        assert event["ts"] >= 0
+        assert event["dur"] >= 0
+        events.append(event)
+    assert {(event["pid"], event["tid"]) for event in events} <= named
+    for row in named:
+        check_nesting([event for event in events if (event["pid"], event["tid"]) == row])
+    return events
+
+
+def check_nesting(events: list[dict[str, Any]]) -> None:
+    """Of one thread: of two events one lies in the other, or they have nothing in common."""
+    open_until: list[int] = []
+    # To the nanosecond, in which the viewers count.
+    times = [(round(e["ts"] * US), round((e["ts"] + e["dur"]) * US)) for e in events]
+    for start, end in sorted(times, key=lambda time: (time[0], -time[1])):
+        while open_until and open_until[-1] <= start:
+            open_until.pop()
+        assert not open_until or end <= open_until[-1]
+        open_until.append(end)
+
+
+def test_a_trace_has_the_steps_with_their_parts_and_the_work_of_operations() -> None:
+    trace = chrome_trace([a_step(100), a_step(120)], {"model": "tiny"})
+    events = check_trace(trace)
+    assert len(events) == 18
+    assert events[0] == {
+        "ph": "X", "pid": 1, "tid": 1, "name": "decode step", "cat": "range", "ts": 0.0,
+        "dur": 10_000.0,
+    }  # fmt: skip
+    assert events[4] == {
+        "ph": "X", "pid": 1, "tid": 1, "name": "linear o", "cat": "operation", "ts": 1000.0,
+        "dur": 3000.0, "args": {"bytes": 6_000_000, "operations": 3_000_000_000},
+    }  # fmt: skip
+    assert trace["otherData"] == {"model": "tiny"}
+
+
+def test_what_a_stream_does_is_a_row_of_its_own() -> None:
+    events = check_trace(chrome_trace([on_a_stream()], {}))
+    assert [(event["name"], event["tid"]) for event in events] == [
+        ("decode step", 1), ("forward", 1), ("linear o", 2), ("silu_mul", 2),
+    ]  # fmt: skip
+
+
+def test_the_check_of_nesting_finds_an_overlap() -> None:
+    step = a_step()
+    step.host[1].end += 2 * MS  # schedule ends in the middle of forward
+    with pytest.raises(AssertionError):
+        check_trace(chrome_trace([step], {}))
+
+
+Tree = list[Any]
+trees = st.recursive(st.just([]), lambda inner: st.lists(inner, max_size=4), max_leaves=12)
+
+
+@given(st.lists(trees, min_size=1, max_size=3))
+def test_whatever_is_recorded_adds_up_and_nests(steps: list[Tree]) -> None:
+    recorder = Recorder()
+
+    def record(tree: Tree, depth: int) -> None:
+        if not tree and depth > 1:
+            recorder.end(recorder.begin("operation", Work(1, 1)))
+            return
+        with recorder.range(f"range {depth}"):
+            for part in tree:
+                record(part, depth + 1)
+
+    recorded = []
+    for tree in steps:
+        record(tree, 0)
+        recorded.append(RecordedStep("decode", recorder.take()))
+    check_trace(chrome_trace(recorded, {}))
+    found = section(recorded)
+    parts = [found.rest]
+    for phase in found.phases.values():
+        inner = [row.nanoseconds for row in phase.operations.values()]
+        assert not inner or sum(inner) + phase.between == phase.nanoseconds
+        parts.append(phase.nanoseconds)
+    assert min(parts) >= 0
+    assert sum(parts) == found.nanoseconds == sum(step.host[0].duration for step in recorded)
