@@ -36,7 +36,6 @@ class StreamTimes:
         self._origin_time = self._held_time = self._launched_time = 0
         self._copies = 1
         self._source = runtime.pinned((_HOLD_BYTES,), _BYTES)
-        self._source[:] = 0
         self._target = runtime.empty((_HOLD_BYTES,), _BYTES)
 
     def _event(self) -> Event:
@@ -71,9 +70,16 @@ class StreamTimes:
         for span, (start, end) in zip(self._spans, pairs, strict=True):
             span.start = self._origin_time + round(start.elapsed_ms(self._origin) * 1e6)
             span.end = self._origin_time + round(end.elapsed_ms(self._origin) * 1e6)
-        each = self._held.elapsed_ms(self._origin) / self._copies
-        launching = (self._launched_time - self._held_time) / 1e6
-        wanted = math.ceil(_MARGIN * launching / max(each, 1e-3))
-        self._copies = max(1, min(wanted, _MAX_COPIES))
+        self._copies = self._copies_for_the_next()
         spans, self._spans = self._spans, []
         return spans
+
+    def _copies_for_the_next(self) -> int:
+        """As long as the launches of this step took."""
+        held = max(self._held.elapsed_ms(self._origin), 1e-3)
+        asking = (self._held_time - self._origin_time) / 1e6
+        if asking > held / 2:
+            return 1  # the host did the copies itself: nothing queues up on such a stream
+        launching = (self._launched_time - self._held_time) / 1e6
+        wanted = math.ceil(_MARGIN * launching * self._copies / held)
+        return max(1, min(wanted, _MAX_COPIES))

@@ -59,17 +59,14 @@ class Workload:
 
     def check_model(self, context_length: int) -> None:
         """Raises ConfigError for what is longer than the model's context."""
-        if self.length > context_length:
-            rest = self.length - self.context
-            advice = (
-                f"ask for --context {context_length - rest} at most, or for fewer steps"
-                if context_length > rest
-                else f"ask for fewer --steps: {max(0, context_length - rest + self.steps - 1)} "
-                "at most"
-            )
+        surplus = self.length - context_length
+        if surplus > 0:
+            most = {"--context": self.context - surplus, "--steps": self.steps - surplus}
+            advice = " or ".join(f"{flag} {value}" for flag, value in most.items() if value > 0)
             raise ConfigError(
                 f"--context {self.context} with --steps {self.steps} makes sequences of "
-                f"{self.length} tokens, and this model's context is {context_length}: {advice}"
+                f"{self.length} tokens, and this model's context is {context_length}: ask for "
+                f"{advice + ' at most' if advice else 'less of both'}"
             )
 
     def check_cache(self, num_blocks: int, block_bytes: int) -> None:

@@ -217,10 +217,11 @@ def test_on_a_gpu_s_code_the_operations_are_timed_on_its_stream(
 
 class SlowHost:
     """A stream that does a copy in 1 ms and whatever is launched in 0.1 ms, and a host that takes
-    0.2 ms to launch anything, and no time to record an event."""
+    0.2 ms to launch anything, and no time to record an event. waits: until a copy is done."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, waits: bool = False) -> None:
         self.host = self.stream = 0.0
+        self.waits = waits
 
     def now(self) -> int:
         return round(self.host * 1e6)
@@ -234,6 +235,8 @@ class SlowHost:
 
     def copy_in(self, target: object, source: object) -> None:
         self.queue(1.0)
+        if self.waits:
+            self.host = self.stream
 
     def event(self, *, timing: bool) -> SlowHost.Event:
         assert timing
@@ -275,7 +278,7 @@ def test_launches_queue_up_behind_a_hold_so_that_the_device_is_measured_and_not_
             times.end()
         return [span.duration / 1e6 for span in times.take()]
 
-    assert step()[-1] == pytest.approx(0.3)  # one copy is too short: the launch is in it
+    assert step()[-1] == pytest.approx(0.2)  # one copy was too short: the stream ran dry
     assert step() == pytest.approx([0.1] * 20)
     # Where launching takes no more than that, the hold gets shorter again.
     times.hold()
@@ -287,6 +290,23 @@ def test_launches_queue_up_behind_a_hold_so_that_the_device_is_measured_and_not_
     assert span.duration == pytest.approx(0.1e6)
     times.hold()
     assert gpu.stream == pytest.approx(before + 1.0)
+
+
+def test_a_stream_that_lets_the_host_wait_is_not_held_for_longer_and_longer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu: Any = SlowHost(waits=True)
+    monkeypatch.setattr(stream, "now", gpu.now)
+    times = StreamTimes(gpu)
+    for _ in range(3):
+        before = gpu.stream
+        times.hold()
+        assert gpu.stream - before < 1.5
+        for _ in range(20):
+            times.begin("operation", Work(1, 1))
+            gpu.launch()
+            times.end()
+        times.take()
 
 
 # The command
@@ -314,12 +334,14 @@ def test_the_command_prints_a_table_of_prefill_and_one_of_decode(
         ("--context x", 2, "'x' is not a whole number of at least 1"),
         ("--batch 9 --max-num-batched-tokens 16", 2, "ask for a batch of at most 8"),
         # 2 steps for the sequences to come in, 32 to decode, and one more
-        ("--context 500", 1, "535 tokens, and this model's context is 512: ask for --context 477"),
-        ("--context 9 --steps 600", 1, "this model's context is 512: ask for --context"),
+        ("--context 500", 1, "535 tokens, and this model's context is 512: ask for --context 477 "),
+        ("--context 400 --steps 200", 1, "ask for --context 309 or --steps 109 at most"),
+        ("--context 9 --steps 600", 1, "this model's context is 512: ask for --steps 500 at most"),
+        ("--context 600 --steps 600", 1, "this model's context is 512: ask for less of both"),
         (
             "--batch 8 --context 256 --kv-cache-memory 256KiB",
             1,
-            "needs 160 KV blocks of 16 tokens, and the cache has 42: ask for a batch of at most 2",
+            "needs 160 KV blocks of 16 tokens, and the cache has 21: ask for a batch of at most 1",
         ),
         ("--trace /nowhere/trace.json", 2, "--trace /nowhere/trace.json: cannot be written"),
     ],
