@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from cuengine.batch import Batch, SamplingBatch
+from cuengine.batch import Batch, Int32, SamplingBatch
 from cuengine.device.interface import Array, Device, StagedBatch
 from cuengine.model.llama import Llama
 from cuengine.profiling import work
-from cuengine.profiling.recording import Recorder
+from cuengine.profiling.recording import Recorder, now
 from cuengine.profiling.stream import StreamTimes
 from cuengine.profiling.work import Work
 
@@ -31,92 +31,87 @@ Named = tuple[str, Work]
 class Counts:
     """The name and the work of each operation of a step, from sizes of model and batch.
 
-    One method for each of OPERATIONS, with its arguments. Matrices are told apart by the weight.
+    All is computed when a step begins, so
+    that hardly any time passes between operations. Matrices are told apart by the weight.
 
-    num_drawn  rows of logits that the step is about, without a graph's padding
+    num_drawn    rows of logits that the step is about, without a graph's padding
     block_bytes  of a KV block, in all layers
     """
 
     def __init__(self, llama: Llama, block_size: int) -> None:
-        config = llama.config
-        self._hidden, self._intermediate = config.hidden_size, config.intermediate_size
-        self._vocab, self._layers = config.vocab_size, config.num_layers
-        self._heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+        config = self._config = llama.config
         self._block_size = block_size
         self._itemsize = np.dtype(llama.device.dtype).itemsize
+        self._heads = (config.num_heads, config.num_kv_heads, config.head_dim)
         heads, kv_heads, dim = self._heads
-        self.block_bytes = 2 * self._layers * kv_heads * dim * block_size * self._itemsize
+        numbers = 2 * config.num_layers * kv_heads * dim * block_size
+        self.block_bytes = numbers * self._itemsize
         sizes = {
-            "qkv": (self._hidden, (heads + 2 * kv_heads) * dim),
-            "o": (heads * dim, self._hidden),
-            "gate_up": (self._hidden, 2 * self._intermediate),
-            "down": (self._intermediate, self._hidden),
+            "qkv": (config.hidden_size, (heads + 2 * kv_heads) * dim),
+            "o": (heads * dim, config.hidden_size),
+            "gate_up": (config.hidden_size, 2 * config.intermediate_size),
+            "down": (config.intermediate_size, config.hidden_size),
         }
-        self._matrices = {
-            id(getattr(layer, name)): (f"linear {name}", *size)
-            for layer in llama.weights.layers
+        first = llama.weights.layers[0]
+        self._products = {
+            name: (*size, getattr(first, f"{name}_bias") is not None)
             for name, size in sizes.items()
         }
-        self._rows = self.num_drawn = 0
-        self._attention = work.NO_WORK
-        self._copies = self._swapped_out = self._swapped_in = 0
+        self._names = {
+            id(getattr(layer, name)): name for layer in llama.weights.layers for name in sizes
+        }
+        self._linear: dict[str, Named] = {}
+        self._others: dict[str, Named] = {}
+        self.num_drawn = 0
 
     def stage(self, batch: Batch) -> None:
         """The operations that follow are of this batch."""
-        self._rows, self.num_drawn = len(batch.token_ids), len(batch.logits_indices)
-        counts = np.diff(batch.query_start_loc).tolist()
-        lens = batch.seq_lens.tolist()
-        self._attention = work.paged_attention(
-            counts, lens, *self._heads, self._block_size, self._itemsize
-        )
-        self._copies = len(batch.block_copies)
-        self._swapped_out = 0 if batch.swap_outs is None else len(batch.swap_outs)
-        self._swapped_in = 0 if batch.swap_ins is None else len(batch.swap_ins)
+        sizes, itemsize = self._config, self._itemsize
+        rows, self.num_drawn = len(batch.token_ids), len(batch.logits_indices)
+        self._linear = {
+            name: (f"linear {name}", work.linear(rows, inputs, outputs, itemsize, bias=bias))
+            for name, (inputs, outputs, bias) in self._products.items()
+        }
+        counted = {
+            "embedding": work.embedding(rows, sizes.hidden_size, itemsize),
+            "rms_norm": work.rms_norm(rows, sizes.hidden_size, itemsize),
+            "add_rms_norm": work.add_rms_norm(rows, sizes.hidden_size, itemsize),
+            "silu_mul": work.silu_mul(rows, sizes.intermediate_size, itemsize),
+            "rotary_cache": work.rotary_cache(rows, *self._heads, itemsize),
+            "paged_attention": work.paged_attention(
+                np.diff(batch.query_start_loc).tolist(),
+                batch.seq_lens.tolist(),
+                *self._heads,
+                self._block_size,
+                itemsize,
+            ),
+            "take_rows": work.embedding(self.num_drawn, sizes.hidden_size, itemsize),
+            "copy_blocks": self._copied(batch.block_copies),
+            "swap_out": self._copied(batch.swap_outs),
+            "swap_in": self._copied(batch.swap_ins),
+        }
+        self._others = {name: (name, amount) for name, amount in counted.items()}
 
-    def embedding(self, weight: Array, staged: StagedBatch) -> Named:
-        return "embedding", work.embedding(self._rows, self._hidden, self._itemsize)
+    def _copied(self, pairs: Int32 | None) -> Work:
+        return work.copied_blocks(0 if pairs is None else len(pairs), self.block_bytes)
 
-    def linear(self, x: Array, weight: Array, bias: Array | None = None) -> Named:
-        name, inputs, outputs = self._matrices[id(weight)]
-        has_bias = bias is not None
-        return name, work.linear(self._rows, inputs, outputs, self._itemsize, bias=has_bias)
+    def of(self, operation: str) -> Callable[..., Named]:
+        """Gives name and work for the arguments of one of OPERATIONS."""
+        if operation in ("linear", "logits", "sample"):
+            counted: Callable[..., Named] = getattr(self, f"_of_{operation}")
+            return counted
+        return lambda *arguments: self._others[operation]
 
-    def logits(self, hidden: Array, weight: Array) -> Named:
+    def _of_linear(self, x: Array, weight: Array, bias: Array | None = None) -> Named:
+        return self._linear[self._names[id(weight)]]
+
+    def _of_logits(self, hidden: Array, weight: Array) -> Named:
         rows = min(len(hidden), self.num_drawn)
-        return "logits", work.logits(rows, self._hidden, self._vocab, self._itemsize)
+        sizes = self._config
+        return "logits", work.logits(rows, sizes.hidden_size, sizes.vocab_size, self._itemsize)
 
-    def rms_norm(self, x: Array, weight: Array, eps: float) -> Named:
-        return "rms_norm", work.rms_norm(self._rows, self._hidden, self._itemsize)
-
-    def add_rms_norm(self, x: Array, residual: Array, weight: Array, eps: float) -> Named:
-        return "add_rms_norm", work.add_rms_norm(self._rows, self._hidden, self._itemsize)
-
-    def silu_mul(self, gate_up: Array) -> Named:
-        return "silu_mul", work.silu_mul(self._rows, self._intermediate, self._itemsize)
-
-    def rotary_cache(self, *arguments: Any) -> Named:
-        return "rotary_cache", work.rotary_cache(self._rows, *self._heads, self._itemsize)
-
-    def paged_attention(self, *arguments: Any) -> Named:
-        return "paged_attention", self._attention
-
-    def take_rows(self, x: Array, staged: StagedBatch) -> Named:
-        return "take_rows", work.embedding(self.num_drawn, self._hidden, self._itemsize)
-
-    def copy_blocks(self, kv_cache: Array, staged: StagedBatch) -> Named:
-        return "copy_blocks", self._copied(self._copies)
-
-    def swap_out(self, kv_cache: Array, host_cache: Array, staged: StagedBatch) -> Named:
-        return "swap_out", self._copied(self._swapped_out)
-
-    def swap_in(self, kv_cache: Array, host_cache: Array, staged: StagedBatch) -> Named:
-        return "swap_in", self._copied(self._swapped_in)
-
-    def _copied(self, blocks: int) -> Work:
-        return work.copied_blocks(blocks, self.block_bytes)
-
-    def sample(self, logits: Array, sampling: SamplingBatch, *, first_row: int = 0) -> Named:
-        return "sample", work.greedy_sample(len(sampling.target_ids), self._vocab)
+    def _of_sample(self, logits: Array, sampling: SamplingBatch, *, first_row: int = 0) -> Named:
+        return "sample", work.greedy_sample(len(sampling.target_ids), self._config.vocab_size)
 
 
 class ProfiledDevice:
@@ -134,7 +129,7 @@ class ProfiledDevice:
         self._recorder = recorder
         self._stream = stream
         for name in OPERATIONS:
-            setattr(self, name, self._timed(getattr(device, name), getattr(counts, name)))
+            setattr(self, name, self._timed(getattr(device, name), counts.of(name)))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
@@ -145,20 +140,22 @@ class ProfiledDevice:
         recorder, stream = self._recorder, self._stream
 
         def on_host(*arguments: Any, **keywords: Any) -> Any:
-            span = recorder.begin(*count(*arguments, **keywords))
+            start = now()
             result = operation(*arguments, **keywords)
-            recorder.end(span)
+            end = now()
+            recorder.operation(*count(*arguments, **keywords), start, end)
             return result
 
+        if stream is None:
+            return on_host
+
         def on_stream(*arguments: Any, **keywords: Any) -> Any:
-            named = count(*arguments, **keywords)
-            assert stream is not None
-            stream.begin(*named)
+            stream.begin(*count(*arguments, **keywords))
             result = operation(*arguments, **keywords)
             stream.end()
             return result
 
-        return on_host if stream is None else on_stream
+        return on_stream
 
     def range(self, name: str) -> AbstractContextManager[None]:
         return self._recorder.range(name)

@@ -54,9 +54,13 @@ class Recorder:
     def range(self, name: str) -> _Range:
         return _Range(self, name)
 
-    def begin(self, name: str, work: Work | None = None) -> Span:
-        """A span that begins now, in all that have not ended."""
-        span = Span(name, self._depth, work)
+    def operation(self, name: str, work: Work, start: int, end: int) -> None:
+        """What was done between two readings of `now`: the last thing so far, with no part."""
+        self._spans.append(Span(name, self._depth, work, start, end))
+
+    def begin(self, name: str) -> Span:
+        """A range that begins now, in all that have not ended."""
+        span = Span(name, self._depth)
         self._spans.append(span)
         self._depth += 1
         span.start = now()

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cuengine.profiling.chrome_trace import chrome_trace
-from cuengine.profiling.recording import RecordedStep, Recorder, Span
+from cuengine.profiling.recording import RecordedStep, Recorder, Span, now
 from cuengine.profiling.report import Section, as_json, counted, render, summarize
 from cuengine.profiling.work import Work
 
@@ -205,7 +205,7 @@ def test_whatever_is_recorded_adds_up_and_nests(steps: list[Tree]) -> None:
 
     def record(tree: Tree, depth: int) -> None:
         if not tree and depth > 1:
-            recorder.end(recorder.begin("operation", Work(1, 1)))
+            recorder.operation("operation", Work(1, 1), now(), now())
             return
         with recorder.range(f"range {depth}"):
             for part in tree:
