@@ -36,6 +36,10 @@ POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "with model and caches warm, `cuengine generate` shows a token within 3 s",
         ("bench/start_up.py", "--limit", "3"),
     ),
+    "profile": (
+        "`cuengine profile` accounts for 95 % of each step's time by name, and costs under 10 %",
+        ("bench/profile_share.py", "--require", "0.95"),
+    ),
     "soak": (
         "500 requests, 30 % aborted: no hang, the block pool whole, memory flat",
         ("bench/soak.py",),

@@ -107,7 +107,7 @@ def test_a_speculative_config_that_cannot_be_used_is_wrong_usage() -> None:
 
 
 def test_without_flags_the_built_in_model_is_meant() -> None:
-    for command in ("serve", "chat", "pull"):
+    for command in ("serve", "chat", "profile", "pull"):
         assert build_parser().parse_args([command]).model == "smollm2-135m"
 
 
@@ -137,6 +137,8 @@ def test_a_flag_beats_the_model_s_own_defaults_and_those_beat_ours() -> None:
         ("generate -p x --max-tokens 0", "max_tokens=0"),
         ("generate -p x --system y", "--system needs --chat"),
         ("chat --top-p 2", "top_p=2.0"),
+        ("profile --steps 0", "'0' is not a whole number of at least 1"),
+        ("profile --max-num-seqs 4", "unrecognized arguments: --max-num-seqs"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(
@@ -170,7 +172,7 @@ def test_a_name_too_long_for_a_path_is_one_line(capsys: pytest.CaptureFixture[st
     assert len(error) < 1000
 
 
-@pytest.mark.parametrize("command", ["serve", "chat", "pull", "generate -p x"])
+@pytest.mark.parametrize("command", ["serve", "chat", "profile", "pull", "generate -p x"])
 def test_a_model_that_is_not_there_is_one_line_and_exit_code_1(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
