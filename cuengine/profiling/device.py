@@ -15,7 +15,7 @@ from cuengine.batch import Batch, Int32, SamplingBatch
 from cuengine.device.interface import Array, Device, StagedBatch
 from cuengine.model.llama import Llama
 from cuengine.profiling import work
-from cuengine.profiling.recording import Recorder, now
+from cuengine.profiling.recording import Count, Named, Recorder, now
 from cuengine.profiling.stream import StreamTimes
 from cuengine.profiling.work import Work
 
@@ -25,14 +25,11 @@ OPERATIONS = (
 )
 """Of `Device`: what takes time in a step."""
 
-Named = tuple[str, Work]
-
 
 class Counts:
     """The name and the work of each operation of a step, from sizes of model and batch.
 
-    All is computed when a step begins, so
-    that hardly any time passes between operations. Matrices are told apart by the weight.
+    Matrices are told apart by the weight.
 
     num_drawn    rows of logits that the step is about, without a graph's padding
     block_bytes  of a KV block, in all layers
@@ -60,22 +57,32 @@ class Counts:
         self._names = {
             id(getattr(layer, name)): name for layer in llama.weights.layers for name in sizes
         }
-        self._linear: dict[str, Named] = {}
-        self._others: dict[str, Named] = {}
+        self._batch: Batch | None = None
+        self._named: dict[str, Named] = {}
         self.num_drawn = 0
 
     def stage(self, batch: Batch) -> None:
         """The operations that follow are of this batch."""
+        self._batch, self.num_drawn = batch, len(batch.logits_indices)
+        self._named = {}
+
+    def _the_same(self, name: str) -> Named:
+        """Of what is the same wherever in the step it is done; name: a matrix's, or an operation's.
+
+        Computed where it is first asked for: on the host that is when the step is over.
+        """
+        if not self._named:
+            assert self._batch is not None
+            self._named = self._count(self._batch)
+        return self._named[name]
+
+    def _count(self, batch: Batch) -> dict[str, Named]:
         sizes, itemsize = self._config, self._itemsize
-        rows, self.num_drawn = len(batch.token_ids), len(batch.logits_indices)
-        self._linear = {
-            name: (f"linear {name}", work.linear(rows, inputs, outputs, itemsize, bias=bias))
-            for name, (inputs, outputs, bias) in self._products.items()
-        }
+        rows, hidden = len(batch.token_ids), sizes.hidden_size
         counted = {
-            "embedding": work.embedding(rows, sizes.hidden_size, itemsize),
-            "rms_norm": work.rms_norm(rows, sizes.hidden_size, itemsize),
-            "add_rms_norm": work.add_rms_norm(rows, sizes.hidden_size, itemsize),
+            "embedding": work.embedding(rows, hidden, itemsize),
+            "rms_norm": work.rms_norm(rows, hidden, itemsize),
+            "add_rms_norm": work.add_rms_norm(rows, hidden, itemsize),
             "silu_mul": work.silu_mul(rows, sizes.intermediate_size, itemsize),
             "rotary_cache": work.rotary_cache(rows, *self._heads, itemsize),
             "paged_attention": work.paged_attention(
@@ -85,25 +92,30 @@ class Counts:
                 self._block_size,
                 itemsize,
             ),
-            "take_rows": work.embedding(self.num_drawn, sizes.hidden_size, itemsize),
+            "take_rows": work.embedding(self.num_drawn, hidden, itemsize),
             "copy_blocks": self._copied(batch.block_copies),
             "swap_out": self._copied(batch.swap_outs),
             "swap_in": self._copied(batch.swap_ins),
         }
-        self._others = {name: (name, amount) for name, amount in counted.items()}
+        named = {name: (name, amount) for name, amount in counted.items()}
+        for name, (inputs, outputs, bias) in self._products.items():
+            amount = work.linear(rows, inputs, outputs, itemsize, bias=bias)
+            named[name] = (f"linear {name}", amount)
+        return named
 
     def _copied(self, pairs: Int32 | None) -> Work:
         return work.copied_blocks(0 if pairs is None else len(pairs), self.block_bytes)
 
-    def of(self, operation: str) -> Callable[..., Named]:
+    def of(self, operation: str) -> Count:
         """Gives name and work for the arguments of one of OPERATIONS."""
         if operation in ("linear", "logits", "sample"):
-            counted: Callable[..., Named] = getattr(self, f"_of_{operation}")
+            counted: Count = getattr(self, f"_of_{operation}")
             return counted
-        return lambda *arguments: self._others[operation]
+
+        return lambda *arguments: self._the_same(operation)
 
     def _of_linear(self, x: Array, weight: Array, bias: Array | None = None) -> Named:
-        return self._linear[self._names[id(weight)]]
+        return self._the_same(self._names[id(weight)])
 
     def _of_logits(self, hidden: Array, weight: Array) -> Named:
         rows = min(len(hidden), self.num_drawn)
@@ -134,16 +146,13 @@ class ProfiledDevice:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
 
-    def _timed(
-        self, operation: Callable[..., Any], count: Callable[..., Named]
-    ) -> Callable[..., Any]:
-        recorder, stream = self._recorder, self._stream
+    def _timed(self, operation: Callable[..., Any], count: Count) -> Callable[..., Any]:
+        record, stream = self._recorder.operation, self._stream
 
         def on_host(*arguments: Any, **keywords: Any) -> Any:
             start = now()
             result = operation(*arguments, **keywords)
-            end = now()
-            recorder.operation(*count(*arguments, **keywords), start, end)
+            record(count, (arguments, keywords), start, now())
             return result
 
         if stream is None:

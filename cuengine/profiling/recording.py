@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from cuengine.profiling.work import Work
 
 now = time.perf_counter_ns
+
+Named = tuple[str, Work]
+Count = Callable[..., Named]
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(slots=True)
@@ -48,15 +54,19 @@ class Recorder:
     """Collects the host's spans. One thread uses it."""
 
     def __init__(self) -> None:
-        self._spans: list[Span] = []
+        self._spans: list[Span | tuple[Count, Arguments, int, int, int]] = []
         self._depth = 0
 
     def range(self, name: str) -> _Range:
         return _Range(self, name)
 
-    def operation(self, name: str, work: Work, start: int, end: int) -> None:
-        """What was done between two readings of `now`: the last thing so far, with no part."""
-        self._spans.append(Span(name, self._depth, work, start, end))
+    def operation(self, count: Count, arguments: Arguments, start: int, end: int) -> None:
+        """Something that was done between two readings of `now`, with no part of its own.
+
+        count is called with the arguments, for name and work, where the span is taken: whatever is
+        done here is time between two operations.
+        """
+        self._spans.append((count, arguments, self._depth, start, end))
 
     def begin(self, name: str) -> Span:
         """A range that begins now, in all that have not ended."""
@@ -71,10 +81,16 @@ class Recorder:
         self._depth -= 1
 
     def take(self) -> list[Span]:
-        """All that has ended since the last call; nothing must be open."""
+        """All of a step, which has ended: counts are of the last one."""
         assert self._depth == 0
         spans, self._spans = self._spans, []
-        return spans
+        return [span if isinstance(span, Span) else _counted(*span) for span in spans]
+
+
+def _counted(count: Count, arguments: Arguments, depth: int, start: int, end: int) -> Span:
+    positional, keywords = arguments
+    name, work = count(*positional, **keywords)
+    return Span(name, depth, work, start, end)
 
 
 class _Range:

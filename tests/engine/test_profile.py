@@ -18,9 +18,10 @@ from cuengine.engine import Engine
 from cuengine.errors import ConfigError
 from cuengine.loading import all_weights, layer_weights
 from cuengine.model.config import ModelConfig
+from cuengine.outputs import EngineOutput
 from cuengine.profiling import stream
 from cuengine.profiling.device import OPERATIONS, Counts, ProfiledDevice
-from cuengine.profiling.recording import Recorder
+from cuengine.profiling.recording import Recorder, Span
 from cuengine.profiling.report import Section
 from cuengine.profiling.run import Profiler
 from cuengine.profiling.stream import StreamTimes
@@ -142,7 +143,7 @@ def test_the_engine_is_left_as_it_was(profiled: Profiled) -> None:
 
 
 def test_tokens_are_the_same_with_profiling_and_copies_of_blocks_are_counted(
-    tiny_model: TinyModel,
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # With biases, and two samples that share a half-full block until one writes to it.
     llm = LLM(str(tiny_model("bias")), device="cpu", skip_tokenizer_init=True, block_size=8)
@@ -157,8 +158,16 @@ def test_tokens_are_the_same_with_profiling_and_copies_of_blocks_are_counted(
     llama = llm.engine.runner.model  # type: ignore[attr-defined]
     counts, recorder = Counts(llama, 8), Recorder()
     llama.device = ProfiledDevice(llama.device, counts, recorder, None)
+    spans: list[Span] = []
+    step = llm.engine.step
+
+    def recorded() -> list[EngineOutput]:
+        outputs = step()
+        spans.extend(recorder.take())
+        return outputs
+
+    monkeypatch.setattr(llm.engine, "step", recorded)
     assert tokens() == expected
-    spans = recorder.take()
     copies = [span.work for span in spans if span.name == "copy_blocks"]
     assert copies == [Work(2 * counts.block_bytes + 8, 0)]
     sizes = sizes_of(llm.engine)

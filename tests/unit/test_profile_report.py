@@ -205,7 +205,7 @@ def test_whatever_is_recorded_adds_up_and_nests(steps: list[Tree]) -> None:
 
     def record(tree: Tree, depth: int) -> None:
         if not tree and depth > 1:
-            recorder.operation("operation", Work(1, 1), now(), now())
+            recorder.operation(lambda: ("operation", Work(1, 1)), ((), {}), now(), now())
             return
         with recorder.range(f"range {depth}"):
             for part in tree:
