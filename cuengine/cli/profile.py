@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
     sections = profiler.run(note if sys.stderr.isatty() else _quiet)
     if trace is not None:
         with trace:
+            trace.truncate(0)
             json.dump(chrome_trace(profiler.recorded, about), trace)
     if args.json:
         print(json.dumps({**about, "sections": [as_json(section) for section in sections]}))
@@ -76,8 +77,8 @@ def _quiet(text: str) -> None:
 
 
 def _open(path: Path) -> IO[str]:
-    """Before anything is run, so that an hour's work is not lost to a wrong path."""
+    """Before anything is run, so that no work is lost to a wrong path; what is in it stays."""
     try:
-        return path.open("w", encoding="utf-8")
+        return path.open("a", encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--trace {path}: cannot be written: {error.strerror}") from error

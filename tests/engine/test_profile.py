@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chrome_trace_check import check_trace
 
 from cuengine import LLM, SamplingParams
 from cuengine.cli.main import main
@@ -219,8 +220,8 @@ def test_on_a_gpu_s_code_the_operations_are_timed_on_its_stream(
     rows = {row["name"]: row for row in decode["device"]["operations"]}
     assert rows["paged_attention"]["calls"] == 2 * 3
     assert rows["logits"]["operations"] == 2 * 3 * 2 * 256 * 64  # 3 rows, and not 4
-    threads = {event["tid"] for event in json.loads(trace.read_text())["traceEvents"]}
-    assert threads == {1, 2}
+    events = check_trace(json.loads(trace.read_text()))
+    assert {event["tid"] for event in events} == {1, 2}
 
 
 class SlowHost:
@@ -324,15 +325,33 @@ def run(folder: Path, *flags: str) -> int:
     return main(["profile", str(folder), "--device", "cpu", *flags])
 
 
-def test_the_command_prints_a_table_of_prefill_and_one_of_decode(
-    tiny_model: TinyModel, capsys: pytest.CaptureFixture[str]
+def test_the_command_prints_a_table_of_prefill_and_one_of_decode_and_writes_a_trace(
+    tiny_model: TinyModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(tiny_model(MODEL), "--batch", "2", "--context", "9", "--steps", "3") == 0
+    trace = tmp_path / "trace.json"
+    trace.write_text("an old one")
+    flags = f"--batch 2 --context 9 --steps 3 --trace {trace}"
+    assert run(tiny_model(MODEL), *flags.split()) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "gqa_default on cpu, float32"
     assert any(line.startswith("prefill: 1 step of 2 sequences, 18 tokens") for line in lines)
     assert any(line.startswith("decode: 3 steps of 2 sequences, 2 tokens") for line in lines)
     assert sum("of the time has a name" in line for line in lines) == 2
+    written = json.loads(trace.read_text())
+    assert written["otherData"]["model"] == MODEL
+    names = [event["name"] for event in check_trace(written)]
+    assert names.count("prefill step") == 1
+    assert names.count("decode step") == 3
+    assert names.count("layer 2") == 4
+
+
+def test_what_cannot_be_run_leaves_an_old_trace_alone(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    trace = tmp_path / "trace.json"
+    trace.write_text("an old one")
+    assert run(tiny_model(MODEL), "--context", "5000", "--trace", str(trace)) == 1
+    assert trace.read_text() == "an old one"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from chrome_trace_check import check_trace
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,7 @@ from cuengine.profiling.recording import RecordedStep, Recorder, Span, now
 from cuengine.profiling.report import Section, as_json, counted, render, summarize
 from cuengine.profiling.work import Work
 
-US, MS = 10**3, 10**6
+MS = 10**6
 
 
 def spans(*rows: tuple[str, int, float, float, Work | None]) -> list[Span]:
@@ -128,42 +129,6 @@ def test_things_are_counted_in_english(number: int | str, text: str) -> None:
 
 
 # Traces
-
-
-def check_trace(trace: dict[str, Any]) -> list[dict[str, Any]]:
-    """Its complete events; the shape is what Perfetto and chrome://tracing read."""
-    assert json.loads(json.dumps(trace)) == trace
-    named = set()
-    events = []
-    for event in trace["traceEvents"]:
-        assert isinstance(event["name"], str)
-        assert isinstance(event["pid"], int)
-        assert isinstance(event["tid"], int)
-        if event["ph"] == "M":
-            assert event["name"] in ("process_name", "thread_name")
-            assert event["args"]["name"]
-            named.add((event["pid"], event["tid"]))
-            continue
-        assert event["ph"] == "X"
-        assert event["ts"] >= 0
-        assert event["dur"] >= 0
-        events.append(event)
-    assert {(event["pid"], event["tid"]) for event in events} <= named
-    for row in named:
-        check_nesting([event for event in events if (event["pid"], event["tid"]) == row])
-    return events
-
-
-def check_nesting(events: list[dict[str, Any]]) -> None:
-    """Of one thread: of two events one lies in the other, or they have nothing in common."""
-    open_until: list[int] = []
-    # To the nanosecond, in which the viewers count.
-    times = [(round(e["ts"] * US), round((e["ts"] + e["dur"]) * US)) for e in events]
-    for start, end in sorted(times, key=lambda time: (time[0], -time[1])):
-        while open_until and open_until[-1] <= start:
-            open_until.pop()
-        assert not open_until or end <= open_until[-1]
-        open_until.append(end)
 
 
 def test_a_trace_has_the_steps_with_their_parts_and_the_work_of_operations() -> None:
