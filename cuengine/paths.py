@@ -7,6 +7,9 @@ from pathlib import Path
 
 from cuengine.errors import CuengineError
 
+PREBUILT_VARIABLE = "CUENGINE_KERNELS"
+"""Environment variable with the folder that `cuengine compile --out` filled."""
+
 
 def cache_dir() -> Path:
     """Where what can be made or fetched again lies; it need not exist yet.

@@ -111,7 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     pull = command("pull", "fetch a model and prepare it, so that it starts at once")
     _add_model(pull)
 
-    compile_ = command("compile", "build the CUDA kernels ahead, with no GPU present")
+    compile_ = command("compile", "build kernels ahead: the CUDA ones with no GPU present")
     _add_compile(compile_)
 
     info = command("info", "show what cuengine finds on this machine; for bug reports")
@@ -146,26 +146,30 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 def _add_compile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--arch",
-        type=_architectures,
-        required=True,
-        metavar="sm_80,sm_90",
-        help="GPU architectures, with commas",
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: for $NUMBA_CPU_NAME, or this CPU; takes no more than --out (default: "
+        "%(default)s)",
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder to write the kernels to"
+        "--arch", type=_architectures, metavar="sm_80,sm_90", help="GPU architectures, with commas"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder to write the kernels to (cpu: default the user's cache)",
     )
     parser.add_argument(
         "--head-dim",
         type=_choices(*map(str, HEAD_DIMS)),
-        default=HEAD_DIMS,
         metavar="64,128",
         help="head sizes (default: all)",
     )
     parser.add_argument(
         "--dtype",
         type=_choices(*KERNEL_DTYPES),
-        default=tuple(KERNEL_DTYPES),
         metavar="bfloat16,float16",
         help="dtypes of weights and activations (default: all)",
     )

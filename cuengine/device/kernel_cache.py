@@ -20,14 +20,11 @@ from pathlib import Path
 from cuengine.device.cuda.find import cupy_cuda_major
 from cuengine.device.kernel_variants import Program
 from cuengine.device.nvrtc import Nvrtc, NvrtcError, find_nvrtc
-from cuengine.paths import cache_dir, kernel_source_dir
+from cuengine.paths import PREBUILT_VARIABLE, cache_dir, kernel_source_dir
 
 OPTIONS = ("--std=c++17", "--generate-line-info", "--diag-suppress=177")
 """Division and square root stay exact (no --use_fast_math): the sampler's must equal NumPy's.
 177: a constant of a shared header that one program does not use."""
-
-PREBUILT_VARIABLE = "CUENGINE_KERNELS"
-"""Environment variable with the folder that `cuengine compile --out` filled."""
 
 
 @dataclass(frozen=True, slots=True)

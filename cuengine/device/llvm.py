@@ -8,9 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from llvmlite import binding, ir
+from llvmlite import ir
 
-WIDE: bool = binding.get_host_cpu_features().get("avx512f", False)
+from cuengine.device.cpu_target import features
+
+WIDE = "avx512f" in features()
 LANES = 16 if WIDE else 8
 """Floats of a vector register."""
 

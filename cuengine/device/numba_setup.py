@@ -9,17 +9,20 @@ import functools
 import hashlib
 import logging
 import os
+import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import llvmlite.binding
 import numba
 import numba.extending
 from numba.core import config as numba_config
 from numba.core.caching import UserProvidedCacheLocator
 
-from cuengine.paths import cache_dir
+from cuengine.device.cpu_target import features
+from cuengine.paths import PREBUILT_VARIABLE, cache_dir
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +47,9 @@ def njit(
     arguments = () if signature is None else (signature,)
 
     def define(function: _Function) -> _Function:
-        with _own_cache():
-            return cast(_Function, numba.njit(*arguments, **options)(function))
+        with _own_cache() as kept:
+            chosen = options | {"cache": kept and options.get("cache", False)}
+            return cast(_Function, numba.njit(*arguments, **chosen)(function))
 
     return define
 
@@ -65,13 +69,16 @@ class KernelFolder(UserProvidedCacheLocator):
         cast(Any, super()).__init__(function, source)
         self._cache_path = config.CACHE_DIR
 
+    def ensure_cache_path(self) -> None:
+        """It is there. What was built ahead may lie where nothing can be written."""
+
 
 @contextmanager
-def _own_cache() -> Iterator[None]:
-    """Kernels are cached in cuengine's own folder.
+def _own_cache() -> Iterator[bool]:
+    """Kernels are cached in cuengine's own folder; False where there can be none.
 
     Numba's choice, __pycache__ beside the source, may not be writable, and it looks at the one file
-    with the kernel only. Here the folder's name is made from all the sources.
+    with the kernel only. Here the folder's name is made from all that makes a difference.
     """
     # Older versions have no choice of locators: they compile anew in each place.
     before = config.CACHE_DIR, getattr(config, "CACHE_LOCATOR_CLASSES", "")
@@ -80,26 +87,46 @@ def _own_cache() -> Iterator[None]:
         config.CACHE_DIR = folder
         config.CACHE_LOCATOR_CLASSES = f"{__name__}.{KernelFolder.__name__}"
     try:
-        yield
+        yield bool(folder)
     finally:
         config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = before
 
 
 @functools.cache
 def _kernel_folder(users_choice: str) -> str:
-    """Made if need be; "" where it cannot be written."""
-    digest = hashlib.sha256(numba.__version__.encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    parent = Path(users_choice) if users_choice else cache_dir() / "numba"
-    folder = parent / digest.hexdigest()[:16]
+    """Built ahead, or made if need be; "" where it cannot be written."""
+    name = _folder_name()
+    prebuilt = os.environ.get(PREBUILT_VARIABLE)
+    if prebuilt and (Path(prebuilt) / name).is_dir():
+        return str(Path(prebuilt) / name)
+    folder = (Path(users_choice) if users_choice else cache_dir() / "numba") / name
+    why = f" ({PREBUILT_VARIABLE}={prebuilt} has none for this CPU and version)" if prebuilt else ""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        writable = os.access(folder, os.W_OK)
     except OSError:
+        writable = False
+    if not writable:
+        logger.warning(
+            "compiling the CPU's kernels%s: up to a minute, at each start, as %s cannot be written",
+            why,
+            folder,
+        )
         return ""
     if not any(folder.glob("*.nbi")):
-        logger.info("compiling the CPU's kernels: up to a minute, the first time")
-    return str(folder) if os.access(folder, os.W_OK) else ""
+        logger.info("compiling the CPU's kernels%s: up to a minute, the first time", why)
+    return str(folder)
+
+
+def _folder_name() -> str:
+    """Of all that makes a difference to machine code: versions, sources, the CPU it is for."""
+    cpu = config.CPU_NAME or llvmlite.binding.get_host_cpu_name()
+    target = f"{platform.machine()} {cpu} {config.CPU_FEATURES} {sorted(features())}"
+    version = f"{platform.python_version()} {numba.__version__} {llvmlite.__version__}"
+    digest = hashlib.sha256(f"{version} {target}".encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return f"cpu-{digest.hexdigest()[:16]}"
 
 
 def start_threads() -> None:
