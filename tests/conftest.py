@@ -33,6 +33,7 @@ GOLDEN = Path(__file__).parent / "data" / "golden"
 MAY_SKIP = (
     "needs a GPU",
     "needs kubectl",
+    "needs root",
     "needs torch",
     "needs transformers",
     "needs the package langchain-openai",  # of the extra `clients`, for `make accept`

@@ -1,8 +1,8 @@
 """Which CPU the CPU's kernels are compiled for: this one, or the one that $NUMBA_CPU_NAME names.
 
-Code for a named CPU runs on every machine that has at least its instructions: that is how an image's
-kernels are compiled where the image is built. Numba adds this machine's own instructions to those of
-a name, unless $NUMBA_CPU_FEATURES is set, to nothing if need be.
+Code for a named CPU runs on every machine that has at least its instructions: that is how an
+image's kernels are compiled where the image is built. Numba adds this machine's own instructions to
+those of a name, unless $NUMBA_CPU_FEATURES is set, to nothing if need be.
 
 Imports no Numba: weights are packed for these kernels while that loads.
 """
@@ -32,7 +32,9 @@ def features() -> frozenset[str]:
             f"NUMBA_CPU_NAME={name}: this CPU has no {', '.join(sorted(missing))}. Name another, "
             "as x86-64-v2: kernels are compiled for it at the first start"
         )
-    added = os.environ.get("NUMBA_CPU_FEATURES", "" if name == "generic" else None)
+    added = os.environ.get("NUMBA_CPU_FEATURES")
+    if added is None and name == "generic":
+        added = ""
     if added is None:
         return host | level
     signed = [feature.strip() for feature in added.split(",")]

@@ -1,6 +1,11 @@
-"""Makes the modules beside the tests importable, and those of the server's tests."""
+"""Makes the modules beside the tests importable, those of deploy/rootfs and of the server's tests."""
 
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "api")]
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [
+    str(Path(__file__).parent),
+    str(ROOT / "tests" / "api"),
+    str(ROOT / "deploy" / "rootfs"),
+]
