@@ -10,7 +10,7 @@ PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; 
 
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-SOURCES := cuengine model api tests bench
+SOURCES := cuengine model api tests bench deploy
 
 .PHONY: help serve test lint accept clean
 .DEFAULT_GOAL := help

@@ -1,6 +1,6 @@
 """Loads all that the CUDA device loads before it asks for a GPU.
 
-start.py runs it in an image for GPUs; arguments: the architectures that kernels were built for ahead.
+start.py runs it in an image for GPUs; arguments: the architectures that have kernels built ahead.
 """
 
 import importlib

@@ -147,8 +147,8 @@ def _refuses_writes(image: Image) -> None:
 
 
 def check_gpu_parts(image: Image, cache: Path, architectures: Sequence[str]) -> None:
-    """In an image for GPUs, with none here: cuBLAS and CuPy load, and there are kernels, built ahead
-    for `architectures` or else made by NVRTC."""
+    """In an image for GPUs, with none here: cuBLAS and CuPy load, and there are kernels, built
+    ahead for `architectures` or else made by NVRTC."""
     script = Path(__file__).with_name("gpu_parts.py").read_text(encoding="utf-8")
     with read_only(image, cache):
         subprocess.run(

@@ -1,5 +1,5 @@
-"""The Dockerfiles, read as measure_rootfs.sh does, which carries them out: who runs what, from which
-versions, and that flags, routes and paths in them are those of the code."""
+"""The Dockerfiles, read as measure_rootfs.sh does, which carries them out: who runs what, from
+which versions, and that flags, routes and paths in them are those of the code."""
 
 from __future__ import annotations
 

@@ -22,6 +22,7 @@ import pytest
 
 from cuengine.cli.main import main
 from cuengine.model.tokenizer import Tokenizer
+from cuengine.paths import cache_dir
 
 SECONDS = 60
 """For something to happen that only fails to happen when it is broken."""
@@ -224,6 +225,18 @@ def test_pull_says_where_the_model_is_and_can_be_repeated(
         shown = capsys.readouterr().out
         assert f"in {tiny_chat_model}" in shown
         assert "LlamaForCausalLM" in shown
+
+
+def test_after_pull_a_start_compiles_nothing(
+    tiny_chat_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("numba")
+    assert main(["pull", str(tiny_chat_model)]) == 0
+    assert "kernels for this CPU: ready" in capsys.readouterr().out
+    kept = {path: path.stat().st_mtime_ns for path in cache_dir().glob("numba/*/*.nb?")}
+    _generate(capsys, tiny_chat_model, "--device", "cpu", "--max-tokens", "1")
+    assert {path: path.stat().st_mtime_ns for path in cache_dir().glob("numba/*/*.nb?")} == kept
+    assert kept
 
 
 def test_pull_of_the_built_in_model_is_done_at_once_where_it_is_there(

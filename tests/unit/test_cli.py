@@ -139,6 +139,11 @@ def test_a_flag_beats_the_model_s_own_defaults_and_those_beat_ours() -> None:
         ("chat --top-p 2", "top_p=2.0"),
         ("profile --steps 0", "'0' is not a whole number of at least 1"),
         ("profile --max-num-seqs 4", "unrecognized arguments: --max-num-seqs"),
+        ("compile --out x", "--device cuda needs --arch"),
+        ("compile --arch sm_90", "--device cuda needs --out"),
+        ("compile --device cpu --arch sm_90", "--arch is for --device cuda"),
+        ("compile --device cpu --head-dim 64", "--head-dim is for --device cuda"),
+        ("compile --device tpu", "invalid choice: 'tpu'"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(
