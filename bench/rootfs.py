@@ -21,7 +21,7 @@ LIMITS = (
     ("cpu", (), 500),
     ("cpu", ("EXTRA=",), 300),
     ("cuda", (), 1500),
-    ("cuda", ("COMPILE=--arch sm_90 --dtype bfloat16",), 1400),
+    ("cuda", ("COMPILE=--arch sm_90 --dtype bfloat16 --head-dim 64,128",), 1400),
 )
 """Image, build arguments, apparent MiB."""
 

@@ -37,18 +37,21 @@ def sizes(image: Image) -> Counter[str]:
 def _by_folder(inside: str) -> str:
     if inside.startswith("opt/cuengine/kernels"):
         return "kernels built ahead"
-    return "Python's environment: folders" if inside.startswith("opt/") else "Debian, base"
+    if inside.startswith("opt/"):
+        return "Python's environment: folders"
+    return "Debian, Python's bytecode" if "__pycache__" in inside else "Debian, base"
 
 
 def _debian_owners(image: Image) -> dict[str, str]:
     owners = {}
     for package in packages(image.root) - image.base_packages:
-        (listed,) = (image.root / "var/lib/dpkg/info").glob(f"{package}[.:]*list")
-        for line in listed.read_text().splitlines():
-            # /lib and the like are links into /usr.
-            inside = re.sub(r"^(bin|sbin|lib|lib64)/", r"usr/\1/", line.lstrip("/"))
-            if not (image.root / inside).is_dir():
-                owners[inside] = f"Debian, {package}"
+        info = image.root / "var/lib/dpkg/info"
+        for listed in (*info.glob(f"{package}.list"), *info.glob(f"{package}:*.list")):
+            for line in listed.read_text().splitlines():
+                # /lib and the like are links into /usr.
+                inside = re.sub(r"^(bin|sbin|lib|lib64)/", r"usr/\1/", line.lstrip("/"))
+                if not (image.root / inside).is_dir():
+                    owners[inside] = f"Debian, {package}"
     return owners
 
 

@@ -312,8 +312,12 @@ def test_sizes_are_apparent_bytes_by_package_and_sum_up_to_all(tmp_path: Path) -
         folder.mkdir(parents=True)
     (info / "libc6:amd64.list").write_text("/lib/libc.so\n")
     (info / "libgomp1:amd64.list").write_text("/lib\n/lib/libgomp.so\n")
+    (info / "python3.list").write_text("/usr/lib/start.py\n")
+    (info / "python3.13.list").write_text("/usr/lib/real.py\n")
     (root / "usr/lib/libc.so").write_bytes(b"x" * 5000)
     (root / "usr/lib/libgomp.so").write_bytes(b"x" * 3000)
+    (root / "usr/lib/start.py").write_bytes(b"x" * 10)
+    (root / "usr/lib/real.py").write_bytes(b"x" * 700)
     (root / "usr/lib/again.so").hardlink_to(root / "usr/lib/libc.so")
     (site / "thing/code.py").write_bytes(b"x" * 2000)
     (record / "METADATA").write_text("Name: thing\n")
@@ -323,6 +327,7 @@ def test_sizes_are_apparent_bytes_by_package_and_sum_up_to_all(tmp_path: Path) -
     assert found["thing"] == 2000
     assert found["Debian, base"] >= 5000
     assert found["Debian, libgomp1"] == 3000
+    assert (found["Debian, python3"], found["Debian, python3.13"]) == (10, 700)
     du = subprocess.run(
         ["du", "-s", "--apparent-size", "--block-size=1", root], capture_output=True, check=True
     )
