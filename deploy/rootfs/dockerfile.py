@@ -44,7 +44,9 @@ class Instruction:
 
 def parse(path: Path) -> list[Instruction]:
     """Raises DockerfileError with the line."""
-    instructions, parts, start = [], [], 0
+    instructions: list[Instruction] = []
+    parts: list[str] = []
+    start = 0
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         text = line.strip()
         if not text or text.startswith("#"):

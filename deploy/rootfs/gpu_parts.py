@@ -4,21 +4,23 @@ start.py runs it in an image for GPUs; arguments: the architectures that have ke
 """
 
 import importlib
+import os
 import pkgutil
 import sys
+from pathlib import Path
 
 import cupy
 
-import cuengine
+import cuengine.device.cuda
 from cuengine.device.cuda.cublas import find_cublas, library_version
 from cuengine.device.cuda.find import cupy_cuda_major
 from cuengine.device.kernel_cache import get_kernels
-from cuengine.device.kernel_variants import programs
+from cuengine.device.kernel_variants import DTYPES, HEAD_DIMS, programs
 from cuengine.device.nvrtc import NvrtcError, find_nvrtc
+from cuengine.paths import PREBUILT_VARIABLE
 
-for module in pkgutil.walk_packages(cuengine.__path__, "cuengine."):
-    if not module.name.endswith("__main__"):
-        importlib.import_module(module.name)
+for module in pkgutil.iter_modules(cuengine.device.cuda.__path__, "cuengine.device.cuda."):
+    importlib.import_module(module.name)
 print(f"CuPy {cupy.__version__}, with {cupy.cuda.Stream.__name__}, {cupy.cuda.Memory.__name__}")
 major = cupy_cuda_major()
 library = find_cublas(major)
@@ -31,10 +33,18 @@ except NvrtcError as error:
     if not sys.argv[1:]:
         raise
     print(f"no NVRTC: {error}")
-found = [
-    get_kernels(program, int(architecture.removeprefix("sm_")))
-    for architecture in sys.argv[1:] or ["sm_90"]
-    for program in programs("bfloat16", 128, int(architecture.removeprefix("sm_")))
-]
-size = sum(kernels.cubin.stat().st_size for kernels in found)
-print(f"{len(found)} programs in bfloat16 with heads of 128, {size} bytes of code")
+built = Path(os.environ[PREBUILT_VARIABLE])
+for architecture in sys.argv[1:] or ["sm_90"]:
+    models = [
+        (dtype, head_dim)
+        for dtype, short in DTYPES.items()
+        for head_dim in HEAD_DIMS
+        if (built / f"paged_attention_decode_{short}_{head_dim}.{architecture}.json").exists()
+    ]
+    if sys.argv[1:] and not models:
+        sys.exit(f"{built} has nothing for {architecture}")
+    for dtype, head_dim in models or [("bfloat16", 128)]:
+        number = int(architecture.removeprefix("sm_"))
+        found = [get_kernels(program, number) for program in programs(dtype, head_dim, number)]
+        size = sum(kernels.cubin.stat().st_size for kernels in found)
+        print(f"{architecture}, {dtype}, heads of {head_dim}: {len(found)} programs, {size} bytes")
