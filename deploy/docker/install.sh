@@ -27,7 +27,7 @@ if [ -d "$site/cupy" ]; then
     # What CuPy itself would compile and sort with. cuengine has its own kernels, and takes memory, streams,
     # graphs and launches from CuPy, which finds without thrust that there is none.
     rm -r "$site"/cupy/_core/include "$site"/cupy/cuda/thrust.*.so
-    # A second build of NVRTC, for static linking against older ptxas; and what only linkers read.
+    # An alternative build of NVRTC, which nothing here loads; and what only linkers read.
     find "$site/nvidia" \( -name '*.alt.so*' -o -name '*.a' \) -delete
     # cuBLAS under Fortran's names.
     find "$site/nvidia" -name 'libnvblas.so*' -delete

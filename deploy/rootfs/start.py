@@ -151,9 +151,10 @@ def check_gpu_parts(image: Image, cache: Path, architectures: Sequence[str]) -> 
     ahead for `architectures` or else made by NVRTC."""
     script = Path(__file__).with_name("gpu_parts.py").read_text(encoding="utf-8")
     with read_only(image, cache):
-        subprocess.run(
-            in_chroot(image.root, image.user, ["python3", "-c", script, *architectures]),
-            env=image.environment,
-            stdin=subprocess.DEVNULL,
-            check=True,
-        )
+        for command in (["cuengine", "info"], ["python3", "-c", script, *architectures]):
+            subprocess.run(
+                in_chroot(image.root, image.user, command),
+                env=image.environment,
+                stdin=subprocess.DEVNULL,
+                check=True,
+            )
