@@ -16,7 +16,7 @@ fi
 
 python3 -m venv $target
 # From wheels alone, but for cuengine itself: there is no compiler here.
-$pip install --no-cache-dir --only-binary=:all: -c /src/deploy/docker/constraints.txt "/src${1:+[$1]}"
+$pip install --only-binary=:all: -c /src/deploy/docker/constraints.txt "/src${1:+[$1]}"
 site=$($target/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 
 # Tests, and types for checkers.
