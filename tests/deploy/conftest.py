@@ -1,4 +1,4 @@
-"""Makes the modules beside the tests importable, those of deploy/rootfs and of the server's tests."""
+"""Lets the tests import the modules beside them, of deploy/rootfs and of the server's tests."""
 
 import sys
 from pathlib import Path
