@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestPayloadError
 
 from cuengine.api.access_log import request_id
-from cuengine.errors import EngineDiedError, EngineStoppedError, RequestError
+from cuengine.errors import EngineDiedError, EngineStoppedError, RequestError, RequestFailedError
 
 logger = logging.getLogger("cuengine.api")
 
@@ -70,6 +70,8 @@ def error_from(exc: Exception) -> ApiError:
             return ApiError(503, str(exc), code="engine_stopped", headers={"Retry-After": "5"})
         case EngineDiedError():
             return ApiError(500, str(exc), code="engine_died")
+        case RequestFailedError():
+            return ApiError(500, str(exc), code="request_failed")
         case web.HTTPRequestEntityTooLarge():
             return ApiError(413, exc.text or "The request body is too large.")
         case web.HTTPException():

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-FinishReason = Literal["stop", "length", "abort", "tool_calls"]
+FinishReason = Literal["stop", "length", "abort", "error", "tool_calls"]
 
 # Fields of OpenAI's and vLLM's that change which tokens come out, and that cannot be followed here.
 # They are refused rather than ignored.

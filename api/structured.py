@@ -25,6 +25,7 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 # JSON as templates show it to the models: {"a": 1, "b": [2, 3]}.
 _ONE_LINE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _LINE = re.compile(r"at (?P<line>\d+)\(\d+\): ")
+_WITHIN = "failed to compile JSON schema: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +46,12 @@ class Demand:
         if self.place is not None and param.startswith("structured_outputs.json"):
             place = self.place + param.removeprefix("structured_outputs.json")
             return RequestError(message.replace(param, place, 1), param=place)
-        line = _LINE.search(message)
-        if self.lines and param == "structured_outputs.grammar" and line is not None:
-            place = self.lines[int(line["line"]) - 1]
-            problem = message[line.end() :].partition("\n")[0]
-            return RequestError(f"{place}: {problem}", param=place)
+        if self.lines and param == "structured_outputs.grammar":
+            problem = message.removeprefix(f"{param}: ").partition("\n")[0]
+            line = _LINE.match(problem)
+            place = self.lines[0 if line is None else int(line["line"]) - 1]
+            problem = problem.removeprefix("" if line is None else line[0])
+            return RequestError(f"{place}: {problem.removeprefix(_WITHIN)}", param=place)
         return error
 
 

@@ -31,6 +31,7 @@ from cuengine.errors import (
     EngineDiedError,
     EngineStoppedError,
     RequestError,
+    RequestFailedError,
 )
 from cuengine.flights import Flight, Roster, Stream
 from cuengine.output_processor import OutputProcessor
@@ -169,6 +170,7 @@ class AsyncEngine:
 
         Closing the generator, or cancelling who waits for it, aborts the request within one step.
         Raises, with the first delta or later, RequestError for a request that cannot be served,
+        RequestFailedError for one whose grammar cannot be followed to the answer's end,
         EngineDiedError for one that kills the engine, and EngineStoppedError where the engine has
         stopped or failed.
         """
@@ -382,7 +384,12 @@ class AsyncEngine:
         outputs = []
         for output in news.outputs:
             flight = self._roster.find(output.request_id)
-            if flight is not None:
+            failed = next((one for one in output.tokens if one.finish_reason == "error"), None)
+            if flight is not None and failed is not None:
+                logger.warning("Request %s fails: %s", flight.request_id, failed.stop_reason)
+                self._withdraw(flight)
+                self._fail(flight, RequestFailedError(str(failed.stop_reason)))
+            elif flight is not None:
                 output.request_id = flight.request_id
                 flight.record(output)
                 outputs.append(output)

@@ -457,12 +457,18 @@ class Engine:
             output.logprobs = results.logprobs(row, params.logprobs or 0)
         matcher = sequence.matcher
         ending = None if matcher is None else matcher.consume(token)
-        if token in request.ending_ids and ending != "abort":
+        if token in request.ending_ids and ending != "error":
             output.finish_reason = "stop"
             if token not in self.model.eos_token_ids or params.ignore_eos:
                 output.stop_reason = token
         elif matcher is not None and ending is not None:
             output.finish_reason, output.complete = ending, matcher.complete
+            if ending == "error":
+                output.stop_reason = (
+                    "The answer cannot be finished: after "
+                    f"{position + 1 - sequence.prompt_len} tokens what it has to match cannot be "
+                    f"followed any further. {matcher.problem}"
+                )
         elif position + 1 == sequence.max_len:
             output.finish_reason = "length"
         if output.finish_reason is not None:

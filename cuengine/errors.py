@@ -37,5 +37,9 @@ class EngineDiedError(CuengineError):
     """A request that the engine dies of."""
 
 
+class RequestFailedError(CuengineError):
+    """A request that cannot be finished, and that the engine itself is not hurt by."""
+
+
 class DeviceMemoryError(CuengineError):
     """The device has less free memory than was asked for."""

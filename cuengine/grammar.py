@@ -12,7 +12,7 @@ What samplers do with a mask is in device/sampler.py, when a sample ends in engi
 from __future__ import annotations
 
 import json
-import logging
+import random
 import re
 import threading
 from collections import OrderedDict
@@ -20,36 +20,40 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from decimal import Decimal
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 
 from cuengine.batch import UInt32
 from cuengine.beside import Beside
 from cuengine.errors import RequestError
-from cuengine.outputs import FinishReason
+from cuengine.grammar_errors import NOTHING, in_own_words, without_lark
 from cuengine.structured_outputs import StructuredOutputsParams, bad_field
 
 if TYPE_CHECKING:
     import llguidance
     from llguidance._lib import JsonCompileOptions
 
-logger = logging.getLogger("cuengine")
-
 CACHED_GRAMMARS = 256
 _MARK = "\x02"
+_SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
+"""What means something in a regular expression."""
 # Between the tokens of JSON. llguidance would take any amount, and small models never stop.
 WHITESPACE = r" |\r?\n[ \t]{0,40}"
 ALL_TOKENS = np.uint32(0xFFFFFFFF)
 _PARALLEL_ROWS = 4
 """Masks from which on threads are worth their waking."""
-_NO_DETAILS = "<non-verbose/>"
-"""What llguidance puts where it would describe its own state."""
 MAX_DEMAND_BYTES = 256 * 1024
 MAX_MULTIPLE = 10_000
 """Of `multipleOf`, counted in its last decimal. As many states take their square in time."""
 _STACK_BYTES = 512 << 20
 """llguidance goes as deep as the references of a demand. Only what is used takes memory."""
+_MAX_ITEMS = 100_000
+"""Of the parser, for one token: twice what llguidance has. Steps wait for them, 5 ms or so for as
+many; a schema of 2,000 optional properties needs most of them. Its limit for one byte, 2,000, would
+end choices between more than that, and bounds no more than this one does."""
+_TRIALS, _TRIAL_TOKENS = 2, 8
+"""Beginnings of answers that are tried before a grammar is taken, and their length."""
 _MAX_BLAMED = 200
 """Schemas to compile in search of the one that is wrong."""
 
@@ -98,11 +102,17 @@ class Matcher:
         """Another sample that has the same tokens so far."""
         return Matcher(self._inner.deep_copy(), self._vocabulary)
 
-    def consume(self, token_id: int) -> FinishReason | None:
+    @property
+    def problem(self) -> str:
+        """Why it can be followed no further; "" where it can."""
+        return in_own_words(self._inner.get_error()) if self._inner.is_error() else ""
+
+    def consume(self, token_id: int) -> Literal["stop", "error"] | None:
         """Follow a token that was drawn under the mask; why the sample ends with it, if it does.
 
-        "stop": the grammar can go no further. "abort": it cannot be followed any more, because a
-        limit of llguidance on time or memory was hit, or because no token of the vocabulary fits.
+        "stop": the grammar can go no further. "error": it cannot be followed any more, because a
+        limit of llguidance on time or memory was hit, or because no token of the vocabulary fits;
+        see `problem`.
         """
         inner = self._inner
         accepting = inner.is_accepting()
@@ -115,8 +125,7 @@ class Matcher:
                 return "stop"
         elif accepting and not failed:
             return "stop"  # Nothing could follow, and the model has no token to say so.
-        logger.warning("a sample is aborted: its grammar fails: %.500s", inner.get_error())
-        return "abort"
+        return "error"
 
     def rollback(self, num_tokens: int) -> None:
         """Forget the last tokens that were consumed."""
@@ -366,7 +375,9 @@ def _start(vocabulary: Vocabulary, source: str) -> tuple[Matcher, str]:
     """A matcher, and what is wrong with the grammar, or "". Other threads may run meanwhile."""
     import llguidance
 
-    limits = llguidance.LLParserLimits(verbose_errors=False)
+    limits = llguidance.LLParserLimits(
+        max_items_in_row=_MAX_ITEMS, step_max_items=_MAX_ITEMS, verbose_errors=False
+    )
     inner = llguidance.LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits)
     start = Matcher(inner, vocabulary)
     if not inner.is_error():
@@ -375,10 +386,35 @@ def _start(vocabulary: Vocabulary, source: str) -> tuple[Matcher, str]:
         start.fill(mask, vocabulary.eos_ids)
         if not inner.is_error():
             useful = inner.is_accepting() or (mask & ~vocabulary.bits(vocabulary.eos_ids)).any()
-            return start, "" if useful else "nothing can match it"
-    # Behind the first line a panic shows its backtrace.
-    error = inner.get_error().removesuffix(_NO_DETAILS).strip().partition("\n<backtrace>")[0]
-    return start, "nothing can match it" if error == "NoExtensionBias" else error
+            return start, _trouble_ahead(start, mask) if useful else NOTHING
+    return start, start.problem
+
+
+def _trouble_ahead(start: Matcher, mask: UInt32) -> str:
+    """What ends answers within their first tokens, or "". mask: that of the first token.
+
+    A grammar that outgrows llguidance's limits mostly does so where an answer gets to its widest
+    part, which is soon. Some beginnings are tried, so that such a demand is refused, and no answer
+    to it cut off.
+    """
+    vocabulary = start._vocabulary
+    ends = vocabulary.bits(vocabulary.eos_ids)
+    for trial in range(_TRIALS):
+        matcher, row, rng = start.fork(), mask, random.Random(trial)
+        for _ in range(_TRIAL_TOKENS):
+            bits = np.unpackbits((row & ~ends).astype("<u4").view(np.uint8), bitorder="little")
+            possible = np.flatnonzero(bits)
+            if not len(possible):
+                break
+            ending = matcher.consume(int(rng.choice(possible)))
+            if ending == "stop":
+                break
+            row = np.empty_like(mask)
+            if ending is None:
+                matcher.fill(row)
+            if matcher.problem:
+                return matcher.problem
+    return ""
 
 
 def _check_schema(schema: dict[str, Any]) -> None:
@@ -447,8 +483,9 @@ def _source(params: StructuredOutputsParams) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(params.regex or "")
         case "choice":
-            choices = (json.dumps(text, ensure_ascii=False) for text in params.choice or ())
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(choices))
+            # As one expression: for as many rules llguidance would take the square of their time.
+            choices = (_SYNTAX.sub(r"\\\g<0>", text) for text in params.choice or ())
+            return LLMatcher.grammar_from_regex("|".join(choices))
         case "grammar":
             return LLMatcher.grammar_from_lark(_lark(params.grammar or ""))
 
@@ -495,9 +532,9 @@ def _explained(
         from llguidance import LLMatcher
 
         if trouble := problem_of(LLMatcher.grammar_from_regex(params.whitespace_pattern)):
-            return bad_field("whitespace_pattern", trouble)
+            return bad_field("whitespace_pattern", without_lark(trouble))
     if params.kind != "json":
-        return bad_field(params.kind, problem)
+        return bad_field(params.kind, problem if params.kind == "grammar" else without_lark(problem))
     schema = _schema(params)
     shared: dict[str, Any] = {
         name: schema[name] for name in ("$defs", "definitions") if name in schema

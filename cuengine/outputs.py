@@ -12,7 +12,9 @@ from typing import Literal
 
 import msgspec
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]
+"""abort: its caller did not want it any more. error: it could not be finished, as the sample's
+grammar could be followed no further; AsyncEngine raises RequestFailedError instead."""
 
 
 @dataclass(slots=True)
@@ -35,15 +37,16 @@ TokenLogprobs = dict[int, Logprob]
 class TokenOutput(msgspec.Struct, array_like=True, gc=False):
     """One new token of one sample; logprobs where asked for (or needed to rank `best_of`).
 
-    complete  the sample ends with it, and it belongs to the text: its grammar allows no more
-    score     of a text that beam search found, with its last token
+    stop_reason  the token id that ended it, where it is a stop token; of an error what went wrong
+    complete     the sample ends with it, and it belongs to the text: its grammar allows no more
+    score        of a text that beam search found, with its last token
     """
 
     index: int
     token_id: int
     logprobs: TokenLogprobs | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | None = None
+    stop_reason: int | str | None = None
     complete: bool = False
     score: float | None = None
 
@@ -68,7 +71,8 @@ class SequenceDelta:
     token_ids      new tokens; `text` may lag behind them
     logprobs       one entry per new token, or None where they were not asked for
     finish_reason  set on the last delta only
-    stop_reason    the stop string or stop token id that ended it; None for EOS or length
+    stop_reason    the stop string or stop token id that ended it; None for EOS or length; of an
+                   error what went wrong
     score          of a text that beam search found, on the last delta only
     """
 

@@ -52,6 +52,10 @@ class StructuredOutputsParams:
         for name in ("regex", "grammar", "whitespace_pattern"):
             _check_type(name, getattr(self, name), str)
         _check_type("json_object", self.json_object, bool)
+        for name in ("json", "regex", "grammar"):
+            value = getattr(self, name)
+            if isinstance(value, str) and not value.strip():
+                raise bad_field(name, "it is empty")
         if self.choice is not None:
             _check_type("choice", self.choice, list)
             if not self.choice or not all(isinstance(text, str) and text for text in self.choice):

@@ -181,6 +181,41 @@ async def test_a_bad_demand_is_400_with_its_place(
     assert "\n" not in error["message"] or "regex" in param
 
 
+OUTGROWS = {"structured_outputs": {"grammar": 'start: /[a-c]{20}/ more\nmore: "x" more'}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(CHAT, HI), (COMPLETIONS, {"prompt": "a", "max_tokens": 300}), (RESPONSES, {"input": "a"})],
+)
+async def test_an_answer_that_outgrows_its_grammar_is_an_error_and_no_success(
+    serve_tiny: Callable[..., Any], path: str, body: dict[str, Any]
+) -> None:
+    served = await serve_tiny()
+    status, error = await served.error(path, body | OUTGROWS)
+    assert (status, error["type"], error["code"]) == (500, "server_error", "request_failed")
+    assert "outgrows the limits" in error["message"]
+    async with served.session.post(
+        served.server.url.rstrip("/") + path, json=body | OUTGROWS | {"stream": True}
+    ) as response:
+        stream = await response.text()
+    assert response.status == 200  # a beginning had come
+    assert "outgrows the limits" in stream
+    for success in ('"finish_reason":"', "response.completed", "response.incomplete"):
+        assert success not in stream
+
+
+async def test_calls_that_outgrow_their_limits_blame_the_tools(
+    serve_tiny: Callable[..., Any],
+) -> None:
+    served = await serve_tiny("hermes")
+    wide = {"anyOf": [{"type": "object", "properties": {f"a{i}": {}}} for i in range(2000)]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": wide}}
+    status, error = await served.error(CHAT, HI | {"tools": [tool], "tool_choice": "required"})
+    assert (status, error["param"]) == (400, "tools")
+    assert error["message"].startswith("tools: it outgrows the limits")
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @with_tiny_servers
 async def test_an_answer_in_the_asked_for_format(

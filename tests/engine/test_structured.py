@@ -28,7 +28,7 @@ from cuengine import (
     StructuredOutputsParams,
 )
 from cuengine.device.cpu import CpuDevice
-from cuengine.grammar import Matcher
+from cuengine.errors import RequestFailedError
 from cuengine.speculation import Speculator
 from cuengine.structured_outputs import KINDS
 
@@ -266,25 +266,24 @@ def test_log_probabilities_are_the_models_own(llm: LLM) -> None:
                for entry in sample.logprobs)  # fmt: skip
 
 
-def test_a_grammar_that_fails_on_the_way_aborts_its_sample_alone(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    consume, count = Matcher.consume, 0
+# The random model draws "x" where 20 letters have come, and then what repeats for ever is forced.
+OUTGROWS = 'start: /[a-c]{20}/ more\nmore: "x" more'
 
-    def failing(self: Matcher, token_id: int) -> Any:
-        nonlocal count
-        count += 1
-        return consume(self, EOS if count == 3 else token_id)
 
-    monkeypatch.setattr(Matcher, "consume", failing)
-    reasons = [end for _, end in ends(llm, asking(regex="a{20}", n=2))]
-    assert sorted(str(reason) for reason in reasons) == ["abort", "stop"]
+def test_a_grammar_that_outgrows_its_limits_is_its_samples_error_alone(llm: LLM) -> None:
+    failing, fine = answers(llm, [asking(grammar=OUTGROWS, n=2), asking(regex="a{30}")])
+    for sample in failing.outputs:
+        assert sample.finish_reason == "error"
+        assert re.fullmatch("[a-c]{20}.?", sample.text)
+        assert "after 21 tokens" in str(sample.stop_reason)
+        assert "outgrows the limits" in str(sample.stop_reason)
+    assert [(sample.text, sample.finish_reason) for sample in fine.outputs] == [("a" * 30, "stop")]
 
 
 def test_a_bad_demand_is_refused_before_anything_runs(llm: LLM) -> None:
     steps = llm.stats().num_steps
     good, bad = asking(regex="a"), asking(json={"properties": {"a": {"type": "strin"}}})
-    with pytest.raises(RequestError, match="Invalid type: strin") as caught:
+    with pytest.raises(RequestError, match="type 'strin' is none of") as caught:
         answers(llm, [good, bad])
     assert caught.value.param == "structured_outputs.json.properties.a"
     assert llm.stats().num_steps == steps
@@ -356,6 +355,20 @@ async def test_a_bad_demand_raises_with_the_first_delta(engine: AsyncEngine) -> 
         await anext(stream)
     assert caught.value.param == "structured_outputs.regex"
     assert await text_of(engine, "r", asking(regex="a")) == ("a", "stop")
+
+
+async def test_a_grammar_that_outgrows_its_limits_fails_its_request_alone(
+    engine: AsyncEngine,
+) -> None:
+    text = ""
+    other = asyncio.create_task(text_of(engine, "other", asking(regex="a{30}")))
+    with pytest.raises(RequestFailedError, match="outgrows the limits"):
+        async for delta in engine.generate([5], asking(grammar=OUTGROWS, n=2), request_id="r"):
+            text += delta.sequences[0].text
+    assert re.match("[a-c]{19}", text)
+    assert await other == ("a" * 30, "stop")
+    assert await text_of(engine, "r", asking(regex="a")) == ("a", "stop")
+    await until(lambda: idle(engine))
 
 
 async def test_an_abort_while_the_grammar_is_compiled_ends_the_stream(

@@ -29,6 +29,7 @@ from cuengine.grammar import (
     Matcher,
     allowed_mask,
 )
+from cuengine.grammar_errors import FORMATS
 from cuengine.model.tokenizer import Tokenizer, byte_characters
 
 EOS = 260
@@ -294,10 +295,12 @@ def test_rows_of_one_matcher_have_one_mask() -> None:
     assert all(tokens_in(mask) == {97, 98} for mask in masks[1:])
 
 
-def test_a_token_that_the_grammar_refuses_aborts_the_sample() -> None:
+def test_a_token_that_the_grammar_refuses_is_the_samples_error() -> None:
     matcher = compiled(choice=["abc"]).matcher()
-    assert matcher.consume(ord("x")) == "abort"
-    assert matcher.consume(ord("a")) == "abort"
+    assert matcher.problem == ""
+    assert matcher.consume(ord("x")) == "error"
+    assert matcher.consume(ord("a")) == "error"
+    assert matcher.problem
 
 
 @pytest.mark.parametrize(
@@ -337,22 +340,22 @@ for _ in range(2000):
     [
         ({"json": "{"}, "json", "not JSON: Expecting property name"),
         ({"json": "[1]"}, "json", "not a JSON object"),
-        ({"json": {"type": "objec"}}, "json", "Invalid type: objec"),
+        ({"json": {"type": "objec"}}, "json", "type 'objec' is none of string"),
         ({"json": {"properties": {"a": {"items": {"type": 3}}}}}, "json.properties.a.items",
          "type"),
         ({"json": {"anyOf": [{"type": "string"}, {"pattern": "a("}]}}, "json.anyOf[1]",
          "unclosed group"),
         ({"json": {"properties": {"a": {"$ref": "#/$defs/b"}},
                    "$defs": {"ok": {}, "b": {"prefixItems": [{}, {"format": "?"}]}}}},
-         "json.$defs.b.prefixItems[1]", "Unknown format: ?"),
+         "json.$defs.b.prefixItems[1]", "format '?' is not supported: use pattern, or one of date-time"),
         ({"json": {"properties": {"a": {"$ref": "#/$defs/b"}}}}, "json.properties.a",
-         "'/$defs/b' does not exist"),
-        ({"json": {"items": {"uniqueItems": True}}}, "json.items", 'keys: ["uniqueItems"]'),
+         "'#/$defs/b' is not in the schema"),
+        ({"json": {"items": {"uniqueItems": True}}}, "json.items", "'uniqueItems' is not supported: leave it out"),
         ({"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "json",
-         "Unsatisfiable"),
-        ({"json": {"enum": []}}, "json", "Unsatisfiable"),
+         "nothing can match it: required property"),
+        ({"json": {"enum": []}}, "json", "nothing can match it: it has no alternatives"),
         ({"json": {"$ref": "#"}}, "json", "nothing can match it"),
-        ({"json": {"$ref": "https://example.org/x"}}, "json", "does not fetch resources"),
+        ({"json": {"$ref": "https://example.org/x"}}, "json", "is not fetched: put"),
         ({"json": {"enum": [float("nan")]}}, "json", "not JSON"),
         ({"json": {"const": "\ud800"}}, "json", "not Unicode"),
         ({"json": {"const": ANY_DEPTH}}, "json", "recursion"),
@@ -362,7 +365,7 @@ for _ in range(2000):
         ({"choice": ["\ud800"]}, "choice", "not Unicode"),
         ({"grammar": "start: x"}, "grammar", 'unknown name: "x"'),
         ({"grammar": 'root ::= "a'}, "grammar", "neither Lark nor GBNF"),
-        ({"json_object": True, "whitespace_pattern": "["}, "whitespace_pattern", "regex"),
+        ({"json_object": True, "whitespace_pattern": "["}, "whitespace_pattern", "unclosed"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_followed_is_refused_with_its_place(
@@ -388,6 +391,9 @@ def test_what_cannot_be_followed_is_refused_with_its_place(
         ({"choice": "yes"}, "structured_outputs.choice"),
         ({"choice": []}, "structured_outputs.choice"),
         ({"choice": ["a", ""]}, "structured_outputs.choice"),
+        ({"json": ""}, "structured_outputs.json"),
+        ({"regex": ""}, "structured_outputs.regex"),
+        ({"grammar": " \n"}, "structured_outputs.grammar"),
         ({"choice": ["a", 1]}, "structured_outputs.choice"),
         ({"json_object": "yes"}, "structured_outputs.json_object"),
         ({"json_object": True, "whitespace_pattern": 1}, "structured_outputs.whitespace_pattern"),
@@ -529,3 +535,109 @@ def test_an_empty_whitespace_pattern_is_taken_at_its_word() -> None:
     matcher = compiled(json=demand, whitespace_pattern="").matcher()
     matcher.consume(ord("{"))
     assert allowed(matcher) == {ord('"')}
+
+
+# --- limits -----------------------------------------------------------------------------------
+
+OPTIONAL: dict[str, Any] = {"properties": {f"p{i}": {"type": "null"} for i in range(600)}}
+BRANCHES: list[Any] = [
+    {"properties": {f"a{i}": {"type": "null"}}, "required": [f"a{i}"]} for i in range(2001)
+]
+ANY_OF_OPTIONAL = [{"type": "object", "properties": {f"a{i}": {}}} for i in range(2000)]
+OUTGROWS_LATE = 'start: /[abc]{40}/ more\nmore: "x" more'
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"choice": [f"item {i}" for i in range(10_000)]}, "item 9999"),
+        ({"json": {"enum": [f"item {i}" for i in range(10_000)]}}, '"item 9999"'),
+        ({"regex": "|".join(f"item {i}" for i in range(10_000))}, "item 9999"),
+        ({"json": {"type": "object"} | OPTIONAL}, '{"p0": null, "p500": null, "p599": null}'),
+        ({"json": {"type": "object", "anyOf": BRANCHES}}, '{"a2000": null}'),
+    ],
+    ids=["choice", "enum", "regex", "optional", "anyOf"],
+)
+def test_wide_demands_are_followed_to_their_end(fields: dict[str, Any], text: str) -> None:
+    matcher = compiled(**fields).matcher()
+    for byte in text.encode():
+        assert matcher.consume(byte) in (None, "stop"), matcher.problem
+    assert matcher.complete or EOS in allowed(matcher)
+
+
+def test_a_choice_is_text_and_no_expression() -> None:
+    choice = ["a.c", "[", r"\d", "x|y", "-b", "^$", "#&~", "{2}", "é*", "(?i)e", "+", "\t/\n"]
+    start = compiled(choice=choice).matcher()
+    assert allowed(start) == {text.encode()[0] for text in choice}
+    for text in choice:
+        assert follow(start.fork(), text) == "stop"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"grammar": 'start: "a" start'},
+        {"grammar": 'start: /[ab]/ more\nmore: "xyz" more'},
+        {"regex": "(a|b|c)?" * 5000},
+        {"json": {"anyOf": ANY_OF_OPTIONAL}},
+    ],
+    ids=["no end", "no end behind", "alternatives", "anyOf"],
+)
+def test_what_outgrows_its_limits_at_once_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r": it outgrows the limits .*: take fewer") as caught:
+        compiled(**fields)
+    assert (caught.value.param or "").startswith("structured_outputs.")
+
+
+def test_what_outgrows_its_limits_on_the_way_is_an_error_that_says_so() -> None:
+    matcher = compiled(grammar=OUTGROWS_LATE).matcher()
+    follow(matcher, "abc" * 13)
+    assert matcher.consume(ord("a")) is None
+    allowed(matcher)  # what the sampler would have drawn by
+    assert matcher.consume(ord("x")) == "error"
+    assert "outgrows the limits" in matcher.problem
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"json": {"oneOf": [{"type": "string"}, {"minLength": 2}]}}, "use anyOf"),
+        ({"json": {"not": {}}}, "'not' is not supported: say what is allowed"),
+        ({"json": {"if": {}, "then": {}}}, "'if' and 'then' are not supported: use anyOf"),
+        ({"json": {"propertyNames": {"pattern": "a"}}}, "use patternProperties"),
+        ({"json": {"properties": {"a": {}}, "minProperties": 1}}, "minProperties"),
+        ({"json": {"minimum": "a"}}, 'minimum is a number, not "a"'),
+        ({"json": {"minLength": -1}}, "minLength needs a value of the type positive integer"),
+        ({"json": {"pattern": "a", "format": "date", "type": "string"}}, "exclude each other"),
+        ({"json": {"maxLength": 10**12, "type": "string"}}, "a count is too large"),
+        ({"json": {"multipleOf": 0, "type": "number"}}, "multipleOf is a number above 0"),
+        ({"json": {"pattern": "(?=a)b"}}, "look-around is not supported"),
+        ({"json": {"pattern": r"\bfoo\b"}}, r"boundaries as \b are not supported"),
+        ({"json": {"patternProperties": {"(": {}}}}, 'unclosed group, at "("'),
+        ({"regex": "a(b"}, 'not a regular expression: unclosed group, at "(b"'),
+        ({"regex": "x(?!a)b"}, 'look-around is not supported, at "(?!a)b"'),
+        ({"regex": r"(a)\1"}, "backreferences are not supported"),
+        ({"regex": r"\bfoo"}, r"boundaries as \b are not supported"),
+        ({"regex": "a\nb("}, "unclosed group"),
+        ({"json_object": True, "whitespace_pattern": "(?<=a)"}, "look-around"),
+        ({"grammar": "start: /a(/"}, 'at 1(8): not a regular expression: unclosed group, at "("'),
+        ({"grammar": "start: <foo>"}, 'unknown special token: "<foo>"'),
+        ({"grammar": 'start: %json {"not": {}}'}, "'not' is not supported"),
+    ],
+)
+def test_what_is_not_supported_is_said_in_our_words(fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        compiled(**fields)
+    message = str(caught.value)
+    assert says in message
+    for raw in ("coerce_one_of", "Unimplemented", "in regex", "regex parse error", "retriever",
+                "verbose", "registry", "limits.", "special tokens are available"):  # fmt: skip
+        assert raw not in message
+    if "grammar" not in fields:  # there the client wrote it
+        assert "\n" not in message
+        assert "start:" not in message
+
+
+def test_every_format_that_is_named_is_known() -> None:
+    for name in FORMATS:
+        compiled(json={"type": "string", "format": name})
