@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -14,6 +15,7 @@ ToolCallFormat = Literal["hermes", "mistral", "llama3_json"]
 TOOL_CALL_FORMATS: tuple[str, ...] = get_args(ToolCallFormat)
 """How models write tool calls; tool_calls.py reads them."""
 
+_MAX_COUNT = 2**31 - 1
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
 
 
@@ -80,20 +82,30 @@ class ServerSettings:
             )
         if not 1 <= self.max_n <= MAX_SAMPLES:
             raise ConfigError(f"max_n={self.max_n!r} is not from 1 to {MAX_SAMPLES}")
-        counts = ("max_body_bytes", "max_concurrent_requests", "max_queued_requests")
         for name in (
-            *counts,
-            *(["max_prompt_tokens"] if self.max_prompt_tokens is not None else []),
+            "max_body_bytes",
+            "max_concurrent_requests",
+            "max_queued_requests",
+            "max_prompt_tokens",
         ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not at least 1")
-        for name in ("header_timeout", "body_timeout", "keepalive_seconds", "write_timeout"):
-            if not getattr(self, name) > 0:
-                raise ConfigError(f"{name}={getattr(self, name)!r} is not above 0 seconds")
-        if self.request_timeout is not None and not self.request_timeout > 0:
-            raise ConfigError(f"request_timeout={self.request_timeout!r} is not above 0 seconds")
-        if not self.drain_timeout >= 0:
-            raise ConfigError(f"drain_timeout={self.drain_timeout!r} is not at least 0 seconds")
+            count = getattr(self, name)
+            if count is not None and not 1 <= count <= _MAX_COUNT:
+                unit = " bytes" if name == "max_body_bytes" else ""
+                raise ConfigError(f"{name}={count!r} is not from 1 to {_MAX_COUNT}{unit}")
+        for name in (
+            "header_timeout",
+            "body_timeout",
+            "keepalive_seconds",
+            "write_timeout",
+            "request_timeout",
+        ):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise ConfigError(f"{name}={seconds!r} is not a number of seconds above 0")
+        if not 0 <= self.drain_timeout < math.inf:
+            raise ConfigError(
+                f"drain_timeout={self.drain_timeout!r} is not a number of seconds, 0 or more"
+            )
         if "" in self.api_keys:
             raise ConfigError("an API key is empty: it would let everyone in")
         if "" in self.served_model_names:

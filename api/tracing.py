@@ -35,7 +35,7 @@ def check_endpoint(endpoint: str) -> None:
     if not all(map(_is_installed, _PACKAGES)):
         raise ConfigError(
             "otlp_traces_endpoint needs OpenTelemetry, which is not installed: "
-            "pip install 'cuengine[otel]'"
+            "pip install '.[otel]'"
         )
 
 

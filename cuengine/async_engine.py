@@ -21,12 +21,11 @@ from collections.abc import AsyncGenerator
 from typing import TYPE_CHECKING
 
 from cuengine.admission import Limits
-from cuengine.config import STEP_TIMEOUT, EngineConfig
+from cuengine.config import STEP_TIMEOUT, EngineConfig, check_step_timeout
 from cuengine.engine_keeper import EngineKeeper
 from cuengine.engine_link import EngineLink
 from cuengine.engine_view import EngineView
 from cuengine.errors import (
-    ConfigError,
     CuengineError,
     EngineDiedError,
     EngineStoppedError,
@@ -118,10 +117,7 @@ class AsyncEngine:
 
         Raises ModelError and ConfigError.
         """
-        if not 0 <= step_timeout < float("inf"):
-            raise ConfigError(
-                f"step_timeout={step_timeout!r} is not a number of seconds, 0 or more"
-            )
+        check_step_timeout(step_timeout)
         link = EngineLink()  # Python starts there while the model is found here
         try:
             text = load_text_side(config, found=link.start)

@@ -21,6 +21,15 @@ STEP_TIMEOUT = 300.0
 take a minute or two on few cores.)"""
 
 
+_MAX_COUNT = 2**31 - 1
+
+
+def check_step_timeout(seconds: float) -> None:
+    """Raises ConfigError."""
+    if not 0 <= seconds < float("inf"):
+        raise ConfigError(f"step_timeout={seconds!r} is not a number of seconds, 0 (never) or more")
+
+
 @dataclass(slots=True, kw_only=True)
 class EngineConfig:
     """model                    folder, .gguf file, hub name or built-in name
@@ -74,22 +83,27 @@ class EngineConfig:
         if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
             raise ConfigError(f"gpu_memory_utilization={share!r} is not above 0 and at most 1")
         space = self.swap_space
-        if isinstance(space, bool) or not isinstance(space, int | float) or not 0 <= space < 2**20:
-            raise ConfigError(f"swap_space={space!r} is not a number of GiB, 0 or more")
+        if (
+            isinstance(space, bool)
+            or not isinstance(space, int | float)
+            or not 0 <= space <= 2**20 - 1
+        ):
+            raise ConfigError(f"swap_space={space!r} is not a number of GiB from 0 to {2**20 - 1}")
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(f"block_size={self.block_size!r} is not one of: 8, 16, 32")
-        for name in (
-            "max_model_len",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "kv_cache_memory",
-            "num_blocks",
+        for name, low, high in (
+            ("max_model_len", 1, _MAX_COUNT),
+            ("max_num_seqs", 1, _MAX_COUNT),
+            ("max_num_batched_tokens", 1, _MAX_COUNT),
+            ("kv_cache_memory", 1, 2**63 - 1),
+            ("num_blocks", 1, _MAX_COUNT),
+            ("seed", -(2**63), 2**64 - 1),
         ):
             value = getattr(self, name)
             if value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or value < 1
+                isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high
             ):
-                raise ConfigError(f"{name}={value!r} is not a whole number of at least 1")
+                raise ConfigError(f"{name}={value!r} is not a whole number from {low} to {high}")
         self.speculation()
 
     def speculation(self) -> SpeculativeConfig | None:

@@ -534,7 +534,9 @@ def _explained(
         if trouble := problem_of(LLMatcher.grammar_from_regex(params.whitespace_pattern)):
             return bad_field("whitespace_pattern", without_lark(trouble))
     if params.kind != "json":
-        return bad_field(params.kind, problem if params.kind == "grammar" else without_lark(problem))
+        return bad_field(
+            params.kind, problem if params.kind == "grammar" else without_lark(problem)
+        )
     schema = _schema(params)
     shared: dict[str, Any] = {
         name: schema[name] for name in ("$defs", "definitions") if name in schema

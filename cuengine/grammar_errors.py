@@ -11,8 +11,8 @@ import re
 from collections.abc import Callable
 
 TOO_LARGE = (
-    "it outgrows the limits of what is computed for it: take fewer alternatives, optional properties "
-    "and counted repetitions, and give what repeats an end"
+    "it outgrows the limits of what is computed for it: take fewer alternatives, optional "
+    "properties and counted repetitions, and give what repeats an end"
 )
 NOTHING = "nothing can match it"
 _NO_DETAILS = "<non-verbose/>"
@@ -98,13 +98,15 @@ _WORDS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
     ),
     (
         re.compile(r"Unknown format: (.*)"),
-        lambda found: f"format {found[1]!r} is not supported: use pattern, or one of "
-        f"{', '.join(FORMATS)}",
+        lambda found: (
+            f"format {found[1]!r} is not supported: use pattern, or one of {', '.join(FORMATS)}"
+        ),
     ),
     (
         re.compile(r"Invalid type: (.*)"),
-        lambda found: f"type {found[1]!r} is none of string, number, integer, boolean, null, array "
-        "and object",
+        lambda found: (
+            f"type {found[1]!r} is none of string, number, integer, boolean, null, array and object"
+        ),
     ),
     (
         re.compile(r"Resource '(.*?)' is not present in a registry.*"),

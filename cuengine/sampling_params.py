@@ -7,7 +7,6 @@ Checks that need the model (vocabulary, context length) are made on admission, i
 
 from __future__ import annotations
 
-import math
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +15,10 @@ from cuengine.structured_outputs import StructuredOutputsParams
 
 MAX_LOGPROBS = 100
 MAX_SAMPLES = 128
+MIN_TEMPERATURE = 1e-5
+"""Lower ones are greedy, as in vLLM."""
+REPETITION_PENALTIES = (1e-6, 1e6)
+"""In float32, which samplers compute in, a logit times or over anything between them is finite."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,7 +28,7 @@ class SamplingParams:
     n                   samples to return
     best_of             samples to draw, of which the n with the best mean log-probability are
                         returned; None: n
-    temperature         0 is greedy
+    temperature         0, or below 0.00001, is greedy
     top_p, top_k, min_p truncation; 1, 0 (or -1) and 0 turn each off
     seed                None: one is drawn on admission
     stop                strings that end a sample; not part of its text, unless
@@ -76,6 +79,8 @@ class SamplingParams:
         if self.best_of is not None:
             _integer("best_of", self.best_of, self.n, MAX_SAMPLES)
         _number("temperature", self.temperature, 0, 100)
+        if self.temperature < MIN_TEMPERATURE:
+            self.temperature = 0.0
         _number("top_p", self.top_p, 0, 1, open_low=True)
         _integer("top_k", self.top_k, -1, 2**31 - 1)
         _number("min_p", self.min_p, 0, 1)
@@ -91,7 +96,7 @@ class SamplingParams:
             )
         _number("presence_penalty", self.presence_penalty, -2, 2)
         _number("frequency_penalty", self.frequency_penalty, -2, 2)
-        _number("repetition_penalty", self.repetition_penalty, 0, 1e6, open_low=True)
+        _number("repetition_penalty", self.repetition_penalty, *REPETITION_PENALTIES)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _integer(name, getattr(self, name), 0, MAX_LOGPROBS)
@@ -197,7 +202,13 @@ def _integer(name: str, value: Any, low: int, high: int) -> None:
 
 
 def _number(name: str, value: Any, low: float, high: float, *, open_low: bool = False) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, int | float) and not isinstance(value, bool)
     if not good or not low <= value <= high or (open_low and value == low):
-        bounds = f"above {low} and at most {high}" if open_low else f"from {low} to {high}"
+        bounds = f"from {_plain(low)} to {_plain(high)}"
+        if open_low:
+            bounds = f"above {_plain(low)} and at most {_plain(high)}"
         raise RequestError(f"{name}={value!r} is not a number {bounds}", param=name)
+
+
+def _plain(bound: float) -> str:
+    return f"{bound:f}".rstrip("0").rstrip(".")

@@ -8,6 +8,7 @@ from typing import Any
 
 from cuengine.errors import ModelError
 from cuengine.model.json_file import read_json_object
+from cuengine.sampling_params import REPETITION_PENALTIES
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ def read_generation_config(folder: Path) -> GenerationDefaults:
         temperature=_number(path, content, "temperature", 0.0, 100.0),
         top_p=_number(path, content, "top_p", 0.0, 1.0, open_low=True),
         top_k=_integer(path, content, "top_k"),
-        repetition_penalty=_number(path, content, "repetition_penalty", 0.0, 1e6, open_low=True),
+        repetition_penalty=_number(path, content, "repetition_penalty", *REPETITION_PENALTIES),
     )
 
 

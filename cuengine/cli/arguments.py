@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cuengine.cli.server_arguments import add_server
-from cuengine.cli.values import count, memory_size
+from cuengine.cli.values import count, memory_size, text
 from cuengine.config import BLOCK_SIZES, DEFAULT_MODEL, DEVICES, DTYPES, EngineConfig
 from cuengine.device.kernel_variants import DTYPES as KERNEL_DTYPES
 from cuengine.device.kernel_variants import HEAD_DIMS
@@ -83,7 +83,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     chat = command("chat", "talk to a model in the terminal")
     _add_model(chat)
-    chat.add_argument("--system", metavar="TEXT", help="what the model is told before all else")
+    chat.add_argument(
+        "--system", type=text, metavar="TEXT", help="what the model is told before all else"
+    )
     _add_sampling(chat, max_tokens=1024)
     _add_engine(chat)
 
@@ -97,7 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="send the text as a user's message, through the model's chat template",
     )
-    generate.add_argument("--system", metavar="TEXT", help="system message, with --chat")
+    generate.add_argument("--system", type=text, metavar="TEXT", help="system message, with --chat")
     generate.add_argument(
         "--json", action="store_true", help="print the whole result as one line of JSON"
     )
@@ -138,7 +140,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
         help="decode steps; prefill takes those that the prompts need (default: %(default)s)",
     )
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE", help="write a Chrome trace, for ui.perfetto.dev"
+        "--trace", type=_path, metavar="FILE", help="write a Chrome trace, for ui.perfetto.dev"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     _add_machine(parser.add_argument_group("engine"))
@@ -157,7 +159,7 @@ def _add_compile(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=_path,
         metavar="DIR",
         help="folder to write the kernels to (cpu: default the user's cache)",
     )
@@ -178,17 +180,21 @@ def _add_compile(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _architectures(text: str) -> list[int]:
-    if not re.fullmatch(r"sm_\d+(,sm_\d+)*", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list such as sm_80,sm_90")
-    return [int(name[3:]) for name in text.split(",")]
+def _architectures(names: str) -> list[int]:
+    if not re.fullmatch(r"sm_\d+(,sm_\d+)*", names):
+        raise argparse.ArgumentTypeError(f"{names!r} is not a list such as sm_80,sm_90")
+    return [int(name[3:]) for name in names.split(",")]
+
+
+def _path(path: str) -> Path:
+    return Path(text(path))
 
 
 def _choices(*allowed: str) -> Callable[[str], list[Any]]:
     """Reads a list with commas of the values allowed; numbers come as int."""
 
-    def read(text: str) -> list[Any]:
-        names = text.split(",")
+    def read(value: str) -> list[Any]:
+        names = value.split(",")
         if unknown := [name for name in names if name not in allowed]:
             raise argparse.ArgumentTypeError(
                 f"{', '.join(unknown)}: not one of {', '.join(allowed)}"
@@ -201,13 +207,14 @@ def _choices(*allowed: str) -> Callable[[str], list[Any]]:
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
+        type=text,
         metavar="MODEL",
         nargs="?",
         default=DEFAULT_MODEL,
         help="a folder, a .gguf file, a hub name (org/name, org/name:FILE.gguf) or a built-in "
         "name (default: %(default)s)",
     )
-    parser.add_argument("--revision", help="branch, tag or commit of a hub name")
+    parser.add_argument("--revision", type=text, help="branch, tag or commit of a hub name")
 
 
 def _add_machine(group: argparse._ArgumentGroup) -> None:
@@ -244,7 +251,8 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
         "--kv-cache-memory",
         type=memory_size,
         metavar="SIZE",
-        help="memory for the KV cache, as 2GiB or 512MB (default: a share of what is free)",
+        help="memory for the KV cache, as 2GiB (of 1024^3 bytes) or 512MB (of 1000^2 bytes); "
+        "default: a share of what is free",
     )
     group.add_argument(
         "--gpu-memory-utilization",
@@ -293,13 +301,17 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--speculative-config",
+        type=text,
         metavar="JSON",
         help="guess tokens and verify several in one step, for example "
         '\'{"method": "ngram", "num_speculative_tokens": 4}\' or '
         '\'{"model": "folder", "num_speculative_tokens": 4}\'',
     )
     group.add_argument(
-        "--chat-template", metavar="FILE", help="Jinja template to use instead of the model's"
+        "--chat-template",
+        type=text,
+        metavar="FILE",
+        help="Jinja template to use instead of the model's",
     )
 
 
@@ -327,7 +339,12 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     group.add_argument("--presence-penalty", type=float, metavar="R", default=0.0)
     group.add_argument("--frequency-penalty", type=float, metavar="R", default=0.0)
     group.add_argument(
-        "--stop", action="append", metavar="TEXT", default=[], help="ends the output; repeatable"
+        "--stop",
+        type=text,
+        action="append",
+        metavar="TEXT",
+        default=[],
+        help="ends the output; repeatable",
     )
     group.add_argument("--seed", type=int, help="(default: another one each time)")
     group.add_argument(

@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cuengine.cli.values import format_size
+from cuengine.cli.values import format_memory, format_size
 from cuengine.paths import cache_dir
 
 CPU_FEATURES = (
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(facts, indent=2))
         return 0
     for section, entries in facts.items():
-        print(f"{section}:")
+        print(f"{section}:" if entries else f"{section}: -")
         width = max(map(len, entries), default=0)
         for name, value in entries.items():
             print(f"  {name:<{width}}  {_shown(value)}")
@@ -96,7 +96,7 @@ def _machine() -> dict[str, Any]:
 
 def _container_limit() -> str | None:
     limit = _read("/sys/fs/cgroup/memory.max").strip()
-    return format_size(int(limit)) if limit.isdecimal() else None
+    return format_memory(int(limit)) if limit.isdecimal() else None
 
 
 def _device() -> dict[str, Any]:
@@ -135,7 +135,7 @@ def _openblas() -> dict[str, Any]:
 
 def _numba() -> dict[str, Any]:
     if importlib.util.find_spec("numba") is None:
-        return {"version": None, "note": "not installed: pip install 'cuengine[cpu]' is faster"}
+        return {"version": None, "note": "not installed: pip install '.[cpu]' is faster"}
     try:
         numba: Any = importlib.import_module("numba")
     except Exception as error:
@@ -209,7 +209,7 @@ def _cuda_driver() -> dict[str, Any]:
         ):
             capability = f"sm_{major.value}{minor.value}"
             facts[f"gpu {index}"] = (
-                f"{name.value.decode()}, {capability}, {format_size(size.value)}"
+                f"{name.value.decode()}, {capability}, {format_memory(size.value)}"
             )
     return facts
 
@@ -248,7 +248,7 @@ def _environment() -> dict[str, Any]:
 
 
 def _kilobytes(value: str | None) -> str | None:
-    return format_size(int(value) * 1024) if value else None
+    return format_memory(int(value) * 1024) if value else None
 
 
 def _read(path: str) -> str:

@@ -21,6 +21,8 @@ _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command in `argv` (default: the process's arguments); returns its exit code."""
     _open_standard_streams()
+    argv = sys.argv[1:] if argv is None else argv
+    args: argparse.Namespace | None = None
     try:
         # In here, so that Ctrl-C is quiet from the first moment on.
         from cuengine.cli.arguments import build_parser
@@ -33,9 +35,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CuengineError as error:
         if os.environ.get("CUENGINE_DEBUG") == "1":
             raise
-        print(f"cuengine: {' '.join(str(error).split())}", file=sys.stderr)
         from cuengine.cli.arguments import UsageError
+        from cuengine.cli.flags import in_flags
 
+        message = str(error) if args is None else in_flags(str(error), args, argv)
+        print(f"cuengine: {' '.join(message.split())}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         return 130

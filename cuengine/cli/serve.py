@@ -12,18 +12,20 @@ from types import FrameType
 from cuengine.api.settings import ServerSettings
 from cuengine.cli.arguments import UsageError, engine_config
 from cuengine.cli.start import build_engine
+from cuengine.config import check_step_timeout
 from cuengine.errors import ConfigError
 
 
 def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
+    config = engine_config(args)
 
     from cuengine.api.server import listen, run_server
 
     signal.signal(signal.SIGTERM, _end_while_loading)
     listening = listen(settings)  # an address in use shows now, not after the model is loaded
     try:
-        name, engine = build_engine(engine_config(args), step_timeout=args.step_timeout)
+        name, engine = build_engine(config, step_timeout=args.step_timeout)
         if not settings.served_model_names:
             settings = dataclasses.replace(settings, served_model_names=(name,))
         run_server(engine, settings, listening)
@@ -42,6 +44,7 @@ def _end_while_loading(_number: int, _frame: FrameType | None) -> None:
 def _settings(args: argparse.Namespace) -> ServerSettings:
     key = os.environ.get("CUENGINE_API_KEY")
     try:
+        check_step_timeout(args.step_timeout)
         return ServerSettings(
             host=args.host,
             port=args.port,

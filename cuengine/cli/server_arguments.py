@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from cuengine.api.settings import TOOL_CALL_FORMATS, ServerSettings
-from cuengine.cli.values import memory_size, port
+from cuengine.cli.values import memory_size, port, text
 from cuengine.config import STEP_TIMEOUT
 
 _DEFAULT = ServerSettings()
@@ -25,24 +25,35 @@ def add_server(parser: argparse.ArgumentParser) -> None:
 
 def _add_address(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
-        "--host", default=_DEFAULT.host, help="address to listen on; 0.0.0.0: all (%(default)s)"
+        "--host",
+        type=text,
+        default=_DEFAULT.host,
+        help="address to listen on; 0.0.0.0: all (%(default)s)",
     )
     group.add_argument(
         "--port", type=port, default=_DEFAULT.port, help="0: a free one (%(default)s)"
     )
-    group.add_argument("--uds", metavar="PATH", help="listen on this Unix socket instead")
+    group.add_argument(
+        "--uds", type=text, metavar="PATH", help="listen on this Unix socket instead"
+    )
     group.add_argument(
         "--root-path",
         metavar="PATH",
         default="",
         help="path under which a proxy shows this server, as /llm; it may cut it off or not",
     )
-    group.add_argument("--ssl-certfile", metavar="FILE", help="serve https with this certificate")
     group.add_argument(
-        "--ssl-keyfile", metavar="FILE", help="its key (default: in the certificate's file)"
+        "--ssl-certfile", type=text, metavar="FILE", help="serve https with this certificate"
+    )
+    group.add_argument(
+        "--ssl-keyfile",
+        type=text,
+        metavar="FILE",
+        help="its key (default: in the certificate's file)",
     )
     group.add_argument(
         "--ssl-ca-certs",
+        type=text,
         metavar="FILE",
         help="clients must have a certificate of one of these authorities",
     )
@@ -51,12 +62,14 @@ def _add_address(group: argparse._ArgumentGroup) -> None:
 def _add_access(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--served-model-name",
+        type=text,
         action="append",
         metavar="NAME",
         help="a name that clients may ask for; may be repeated (default: the model's)",
     )
     group.add_argument(
         "--api-key",
+        type=text,
         action="append",
         metavar="KEY",
         help="clients must send this key; may be repeated for several (default: $CUENGINE_API_KEY, "
@@ -64,6 +77,7 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--allowed-origins",
+        type=text,
         action="append",
         metavar="ORIGIN",
         help="web pages from there may call this server; *: all; may be "
@@ -146,6 +160,7 @@ def _add_log(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--otlp-traces-endpoint",
+        type=text,
         metavar="URL",
         help="send a span per request there, by OTLP over HTTP, as to "
         "http://localhost:4318/v1/traces; needs the extra otel (default: none)",

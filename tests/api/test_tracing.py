@@ -157,7 +157,7 @@ async def test_a_collector_that_is_not_there_costs_no_answer(
 
 def test_without_the_packages_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuengine.api.tracing._PACKAGES", ("opentelemetry_not_there.sdk",))
-    with pytest.raises(ConfigError, match=r"pip install 'cuengine\[otel\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[otel\]'"):
         ServerSettings(otlp_traces_endpoint="http://localhost:4318/v1/traces")
     with pytest.raises(ConfigError, match="localhost:4317"):
         ServerSettings(otlp_traces_endpoint="localhost:4317")

@@ -357,8 +357,8 @@ def test_what_cannot_be_run_leaves_an_old_trace_alone(
 @pytest.mark.parametrize(
     ("flags", "code", "says"),
     [
-        ("--batch 0", 2, "'0' is not a whole number of at least 1"),
-        ("--context x", 2, "'x' is not a whole number of at least 1"),
+        ("--batch 0", 2, "'0' is not a whole number from 1 to 2147483647"),
+        ("--context x", 2, "'x' is not a whole number from 1 to 2147483647"),
         ("--batch 9 --max-num-batched-tokens 16", 2, "ask for a batch of at most 8"),
         # 2 steps for the sequences to come in, 32 to decode, and one more
         ("--context 500", 1, "535 tokens, and this model's context is 512: ask for --context 477 "),

@@ -6,9 +6,10 @@ import argparse
 import dataclasses
 import json
 import logging
+import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +26,10 @@ from cuengine.cli.arguments import (
     sampling_params,
 )
 from cuengine.cli.chat import Chat
+from cuengine.cli.flags import in_flags
 from cuengine.cli.log import JsonLines
 from cuengine.cli.main import main
-from cuengine.cli.values import format_size, memory_size
+from cuengine.cli.values import as_memory_size, count, format_memory, format_size, memory_size, port
 from cuengine.errors import RequestError
 from cuengine.model.generation_config import GenerationDefaults
 from cuengine.outputs import RequestDelta, SequenceDelta
@@ -129,21 +131,25 @@ def test_a_flag_beats_the_model_s_own_defaults_and_those_beat_ours() -> None:
         ("serve --port 70000", "'70000' is not a port"),
         ("serve --block-size 7", "invalid choice: 7"),
         ("serve --kv-cache-memory lots", "'lots' is not a size in memory"),
-        ("serve --max-num-seqs 0", "max_num_seqs=0"),
+        ("serve --max-num-seqs 0", "--max-num-seqs 0 is not a whole number from 1 to 2147483647"),
         ("serve --device tpu", "invalid choice: 'tpu'"),
         ("serve --mod x", "unrecognized arguments: --mod"),
         ("generate", "required: -p/--prompt"),
-        ("generate -p x --temperature -1", "temperature=-1.0"),
-        ("generate -p x --max-tokens 0", "max_tokens=0"),
+        ("generate -p x --temperature -1", ": --temperature -1 is not a number from 0 to 100"),
+        ("generate -p x --max-tokens 0", ": --max-tokens 0 is not an integer from 1 to"),
         ("generate -p x --system y", "--system needs --chat"),
-        ("chat --top-p 2", "top_p=2.0"),
-        ("profile --steps 0", "'0' is not a whole number of at least 1"),
+        ("profile --steps 0", "'0' is not a whole number from 1 to 2147483647"),
         ("profile --max-num-seqs 4", "unrecognized arguments: --max-num-seqs"),
         ("compile --out x", "--device cuda needs --arch"),
         ("compile --arch sm_90", "--device cuda needs --out"),
         ("compile --device cpu --arch sm_90", "--arch is for --device cuda"),
         ("compile --device cpu --head-dim 64", "--head-dim is for --device cuda"),
         ("compile --device tpu", "invalid choice: 'tpu'"),
+        ("chat --top-p 2", ": --top-p 2 is not a number above 0 and at most 1"),
+        ("serve --root-path=/a/ --uds x", ": --root-path /a/ is not a path"),
+        ("serve --max-body-size=3GiB", ": --max-body-size 3GiB is not from 1 to 2147483647 bytes"),
+        ("serve --ssl-keyfile k.pem", "needs a certificate: --ssl-certfile is missing"),
+        ("chat --speculative-config 3", ": --speculative-config: 3 is not a JSON object"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(
@@ -152,9 +158,119 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert says in _usage_error(command.split(), capsys)
 
 
-def test_an_empty_prompt_or_key_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_empty_prompt_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "prompt is empty" in _usage_error(["generate", "-p", ""], capsys)
-    assert "API key is empty" in _usage_error(["serve", "--api-key", ""], capsys)
+
+
+def _flags(command: str, wanted: Callable[[argparse.Action], bool]) -> list[str]:
+    """A command's flags, spelled in full, and "" for MODEL, where `wanted` holds."""
+    (commands,) = (
+        action.choices
+        for action in build_parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+    )
+    return [
+        next((flag for flag in action.option_strings if flag.startswith("--")), "")
+        for action in commands[command]._actions
+        if action.nargs != 0 and action.choices is None and wanted(action)
+    ]
+
+
+COMMANDS = {"serve": [], "chat": [], "generate": ["-p", "x"], "pull": [], "profile": [],
+            "compile": ["--arch", "sm_80", "--out", "x"]}  # fmt: skip
+NUMERIC = (int, float, memory_size, port, count)
+NUMBERS = [
+    (command, flag)
+    for command in COMMANDS
+    for flag in _flags(command, lambda action: action.type in NUMERIC)
+]
+
+
+@pytest.mark.parametrize(("command", "flag"), NUMBERS)
+@pytest.mark.parametrize(
+    "value", ["nan", "inf", "-inf", "1e999", "-3", "9" * 23, "-" + "9" * 23, "9" * 5000, "x", ""]
+)
+def test_a_number_that_no_flag_takes_is_wrong_usage_with_the_flag_and_its_value(
+    command: str, flag: str, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of every flag with a number."""
+    if value == "9" * 23 and flag.endswith("-timeout"):
+        return  # a very long time
+    if value == "-3" and flag in ("--seed",):
+        return
+    error = _usage_error([command, *COMMANDS[command], f"{flag}={value}"], capsys)
+    assert flag in error
+    assert value in error or len(value) > 80
+    assert "_" not in error.replace("__", "")
+    if value in ("nan", "-3", "9" * 23) and f"argument {flag}: invalid" not in error:
+        assert re.search(r"from|above|or more|to 65535", error)
+
+
+def test_there_are_flags_with_numbers_and_with_texts() -> None:
+    assert {"--step-timeout", "--seed", "--port", "--kv-cache-memory"} <= {f for _, f in NUMBERS}
+    assert {"--uds", "--api-key", "--stop", "--out", "--revision", ""} <= {f for _, f in TEXTS}
+
+
+TEXTS = [
+    (command, flag)
+    for command in COMMANDS
+    for flag in _flags(command, lambda action: action.type not in NUMERIC)
+    if flag not in ("--root-path", "--prompt")  # "": none; that of a prompt is below
+]
+
+
+@pytest.mark.parametrize(("command", "flag"), TEXTS)
+def test_an_empty_text_is_wrong_usage_with_the_flag(
+    command: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of every flag with a text, and of MODEL."""
+    argument = f"{flag}=" if flag else ""
+    error = _usage_error([command, *COMMANDS[command], argument], capsys)
+    assert (flag or "MODEL") in error
+    assert "empty" in error or "not one of" in error or "is not a list" in error
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("at most 8, or give kv_cache_memory=377487361 or a gpu_memory_utilization above 0.9.",
+         "at most 8, or give --kv-cache-memory 361MiB or a --gpu-memory-utilization above 0.9."),
+        ("max_model_len=9000 is more (now max_num_seqs=64)",
+         "--max-model-len 9e3 is more (now --max-num-seqs 64)"),
+        ("it has a port, and /a/max_num_seqs.py", "it has a port, and /a/max_num_seqs.py"),
+        ("cors_origins: '*' and num_blocks=3", "--allowed-origins: '*' and num_blocks=3"),
+    ],
+)  # fmt: skip
+def test_errors_name_flags_with_values_as_people_write_them(message: str, said: str) -> None:
+    argv = ["serve", "--max-model-len=1", "--max-model-len", "9e3"]
+    args = build_parser().parse_args(["serve"])
+    args.max_model_len = 9000
+    assert in_flags(message, args, argv) == said
+
+
+def test_memory_is_shown_in_powers_of_1024() -> None:
+    assert format_memory(2**30 * 15.61) == "16 GiB"
+    assert format_memory(2**20 * 1.5) == "1.5 MiB"
+    assert format_memory(1023) == "1023 B"
+    for size in (1, 1024, 5_000_000, 2**31 + 1, 2**40):
+        assert size <= memory_size(as_memory_size(size)) < size + 2**20
+
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+def test_every_flag_of_serve_is_in_the_readmes_table() -> None:
+    table = README.partition("| flag | default | what |")[2].partition("\n\n")[0]
+    (commands,) = (a.choices for a in build_parser()._actions if a.choices and a.dest == "command")
+    flags = [flag for a in commands["serve"]._actions for flag in a.option_strings]  # type: ignore[index]
+    missing = [
+        flag
+        for flag in flags
+        if flag not in ("-h", "--help") and not flag.startswith("--no-")
+        and f"`{flag}`" not in table and f"`--no-{flag[2:]}`" not in table
+        and f"`--[no-]{flag[2:]}`" not in table
+    ]  # fmt: skip
+    assert not missing
 
 
 def test_a_prompt_that_is_not_utf_8_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

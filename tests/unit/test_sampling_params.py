@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 
+from cuengine.batch import SamplingBatch
+from cuengine.device.sampler import sample
 from cuengine.errors import RequestError
 from cuengine.sampling_params import BeamSearchParams, SamplingParams
 
@@ -23,7 +26,7 @@ from cuengine.sampling_params import BeamSearchParams, SamplingParams
         ("min_tokens", [0, 16], [-1, 0.5]),
         ("presence_penalty", [-2, 0, 2], [-2.1, 2.1, math.nan]),
         ("frequency_penalty", [-2, 0, 2], [-2.1, 2.1, math.nan]),
-        ("repetition_penalty", [0.01, 1, 2], [0, -1, math.inf]),
+        ("repetition_penalty", [1e-6, 0.01, 1, 2, 1e6], [0, -1, 1e-300, 9e-7, 2e6, math.inf]),
         ("logprobs", [None, 0, 100], [-1, 101, 0.5]),
         ("prompt_logprobs", [None, 0, 100], [-1, 101, 0.5]),
         ("stop", [[], ["a", "b"], "a"], [[""], "", [1]]),
@@ -94,3 +97,59 @@ def test_one_stop_string_may_be_given_without_a_list():
 def test_request_errors_are_value_errors():
     with pytest.raises(ValueError, match="temperature"):
         SamplingParams(temperature=-1)
+
+
+EXTREMES = (
+    *(0, 5e-324, 1e-300, 1e-45, 1e-39, 1e-30, 1e-7, 1e-6, 1e-5, 1 - 1e-12, 1, 2, 100, 1e6),
+    *(3.5e38, 1e300, 10**400, -1e-300, -2, -100, -1e300),
+)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+        *("frequency_penalty", "logit_bias"),
+    ],
+)
+def test_no_number_that_is_taken_vanishes_or_overflows_where_samplers_compute(name: str):
+    """They do in float32; each value is drawn with, alone."""
+    taken = 0
+    for value in EXTREMES:
+        try:
+            given = {3: value} if name == "logit_bias" else value
+            params = SamplingParams(**{name: given})  # type: ignore[arg-type]
+        except RequestError:
+            continue
+        taken += 1
+        one = SamplingBatch.greedy(1)
+        one.temperature[:], one.top_p[:] = params.temperature, params.top_p
+        one.min_p[:] = params.min_p
+        one.repetition_penalty = np.array([params.repetition_penalty], np.float32)
+        one.presence_penalty = np.array([params.presence_penalty], np.float32)
+        one.frequency_penalty = np.array([params.frequency_penalty], np.float32)
+        one.bias_rows, one.bias_ids = np.zeros((2, 1), np.int32)
+        one.bias_values = np.array([params.logit_bias.get(3, 0)], np.float32)
+        one.prompt_ids = one.output_ids = np.array([0, 1, 1], np.int32)
+        one.prompt_offsets = one.output_offsets = np.array([0, 3], np.int32)
+        logits = np.array([[80, -80, 1e-3, 5, -1e4, 0]], np.float32)
+        with np.errstate(divide="raise", invalid="raise", over="raise"):
+            assert 0 <= sample(logits, one).token_ids[0] < 6
+        assert np.isfinite(logits).all()
+        changed = {"temperature": one.temperature, "repetition_penalty": one.repetition_penalty}
+        if name in changed and getattr(params, name) != 0:
+            assert np.finfo(np.float32).tiny < changed[name][0]
+    assert taken >= 4
+
+
+def test_temperatures_too_low_to_divide_by_are_greedy():
+    assert SamplingParams(temperature=1e-300).greedy
+    assert SamplingParams(temperature=9e-6).greedy
+    assert not SamplingParams(temperature=1e-5).greedy
+
+
+def test_ranges_are_said_in_plain_numbers():
+    with pytest.raises(RequestError, match=r"1e-300 is not a number from 0\.000001 to 1000000$"):
+        SamplingParams(repetition_penalty=1e-300)
+    with pytest.raises(RequestError, match=r"top_p=0 is not a number above 0 and at most 1$"):
+        SamplingParams(top_p=0)
