@@ -15,6 +15,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from cuengine.errors import ConfigError
+from cuengine.extras import how_to_install
 from cuengine.sampling_params import BeamSearchParams, RequestParams
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def check_endpoint(endpoint: str) -> None:
     if not all(map(_is_installed, _PACKAGES)):
         raise ConfigError(
             "otlp_traces_endpoint needs OpenTelemetry, which is not installed: "
-            "pip install '.[otel]'"
+            f"{how_to_install('otel')}"
         )
 
 

@@ -48,23 +48,32 @@ class Watchdog:
 
     LOOKS = 4
     """For each timeout. So the engine has at least that, and at most a quarter more."""
+    MAX_PATIENCE = 4
 
     def __init__(self) -> None:
+        self.patience = 1
+        """Timeouts that the engine is given. Twice as many after each that hung: where steps are
+        just slow, the next one gets through, and no request is blamed for it."""
         self._silent = 0
 
     def heard(self) -> None:
         self._silent = 0
 
     def look(self, *, busy: bool) -> bool:
-        """True: it hangs."""
+        """True: it hangs. The next one is given longer."""
         self._silent = self._silent + 1 if busy else 0
-        return self._silent > self.LOOKS
+        if self._silent <= self.LOOKS * self.patience:
+            return False
+        self._silent = 0
+        self.patience = min(2 * self.patience, self.MAX_PATIENCE)
+        return True
 
 
 class EngineKeeper:
     """Keeps a process with an engine in it.
 
-    step_timeout  seconds after which a step is taken for hung; 0: none
+    step_timeout  seconds after which a step is taken for hung, up to four times as many after
+                  that has happened; 0: none
     failed        the engine could not be loaded again: nothing runs any more
     num_restarts  times that it died
     """
@@ -166,11 +175,15 @@ class EngineKeeper:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._step_timeout / Watchdog.LOOKS)
+            limit = self._step_timeout * self._watchdog.patience
             if self._watchdog.look(busy=self.up and self._owner.engine_is_busy()):
                 logger.error(
-                    "A step takes longer than %g s: the engine's process %d hangs, and is ended",
-                    self._step_timeout,
+                    "A step takes longer than %g s: the engine's process %d hangs, and is ended. "
+                    "The steps of the next one may take %g s. Where they are just slow, give "
+                    "--step-timeout more than %g",
+                    limit,
                     self.pid,
+                    self._step_timeout * self._watchdog.patience,
+                    self._step_timeout,
                 )
                 self._link.kill()
-                self._watchdog.heard()

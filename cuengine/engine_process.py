@@ -106,7 +106,7 @@ class Connection:
 
 
 class LogHandler(logging.Handler):
-    """Hands log records to the server, whose settings say how they look."""
+    """Hands log records to the server, whose settings say how they look, and says who speaks."""
 
     def __init__(self, connection: Connection) -> None:
         super().__init__()
@@ -116,10 +116,10 @@ class LogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             exception = record.exc_info and self._formatter.formatException(record.exc_info)
-            log = Log(
-                record.name, record.levelno, record.getMessage(), record.created, exception or None
+            message = f"engine: {record.getMessage()}"
+            self._connection.send(
+                Log(record.name, record.levelno, message, record.created, exception or None)
             )
-            self._connection.send(log)
         except Exception:
             self.handleError(record)
 

@@ -6,6 +6,7 @@ One log line per phase. Everything that imports model code does so here, when an
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -211,11 +212,18 @@ def _speculator(
         )
     else:
         proposer = NgramProposer(speculation)
-    return Speculator(
+    speculator = Speculator(
         proposer,
         speculation.num_speculative_tokens,
         weight_tokens=llamas[0].device.weight_tokens,
     )
+    if not speculator.can_pay:
+        logger.warning(
+            "speculative decoding stays off but for trials: a token of the draft model costs %.2f "
+            "of one of the model that is served, so that no guess can pay. Take a smaller one",
+            proposer.cost,
+        )
+    return speculator
 
 
 def _swap_space(
@@ -282,11 +290,11 @@ def size_kv_cache(
         )
     if num_blocks < blocks_per_sequence:
         logger.warning(
-            "max_model_len lowered from %d to %d, which is what the KV cache holds; "
-            "kv_cache_memory=%d would hold all",
+            "The context is lowered from %d to %d tokens, which is what the KV cache holds; one of "
+            "%.0f MiB would hold all",
             max_model_len,
             fits,
-            blocks_per_sequence * block_bytes,
+            math.ceil(blocks_per_sequence * block_bytes / 2**20),
         )
         max_model_len = fits
     logger.info(

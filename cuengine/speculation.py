@@ -99,6 +99,11 @@ class Speculator:
         self.num_draft_tokens = 0
         self.accepted_per_pos = [0] * num_tokens
 
+    @property
+    def can_pay(self) -> bool:
+        """Guesses are worth their cost where a single sequence runs and nearly all are right."""
+        return 1 / (self._weight_tokens + 1) + self._proposer.cost < _HIGHEST_RATE
+
     def limit(self, sequence: Sequence, load: int) -> int:
         """Tokens worth guessing for a sequence, with `load` samples running."""
         found = self._acceptances.get(sequence)

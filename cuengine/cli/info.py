@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cuengine.cli.values import format_memory, format_size
+from cuengine.extras import how_to_install
 from cuengine.paths import cache_dir
 
 CPU_FEATURES = (
@@ -135,7 +136,7 @@ def _openblas() -> dict[str, Any]:
 
 def _numba() -> dict[str, Any]:
     if importlib.util.find_spec("numba") is None:
-        return {"version": None, "note": "not installed: pip install '.[cpu]' is faster"}
+        return {"version": None, "note": f"not installed; faster with it: {how_to_install('cpu')}"}
     try:
         numba: Any = importlib.import_module("numba")
     except Exception as error:
@@ -172,11 +173,11 @@ def _cuda() -> dict[str, Any]:
 
 def _cuda_libraries() -> dict[str, str]:
     """What the CUDA device would compile and multiply with; of both CUDA versions, where found."""
-    from cuengine.device.cuda.cublas import WHEELS, CublasError, find_cublas, library_version
+    from cuengine.device.cuda.cublas import MAJORS, CublasError, find_cublas, library_version
     from cuengine.device.nvrtc import NvrtcError, find_nvrtc
 
     facts = {}
-    for major in WHEELS:
+    for major in MAJORS:
         # What is missing is missing; what to install the device says when it is needed.
         with contextlib.suppress(NvrtcError):
             nvrtc = find_nvrtc(major)

@@ -16,12 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from cuengine.errors import CuengineError
-
-WHEELS = {
-    12: ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-runtime-cu12"),
-    13: ("nvidia-cuda-nvrtc", "nvidia-cuda-runtime"),
-}
-"""For each CUDA major version the wheel with NVRTC, and the one with the headers."""
+from cuengine.extras import how_to_install
 
 _LIBRARIES = {12: "cuda_nvrtc/lib/libnvrtc.so.12", 13: "cu13/lib/libnvrtc.so.13"}
 _HEADERS = {12: "cuda_runtime/include", 13: "cu13/include"}
@@ -146,9 +141,9 @@ def find_nvrtc(major: int | None = None) -> Nvrtc:
     """NVRTC of this CUDA major version, or the newest there is, with its headers.
 
     Looks into NVIDIA's wheels on sys.path, then at the system's library with $CUDA_PATH or
-    /usr/local/cuda. Raises NvrtcError that names the wheels to install.
+    /usr/local/cuda. Raises NvrtcError that says what to install.
     """
-    majors = sorted(WHEELS, reverse=True) if major is None else [major]
+    majors = sorted(_LIBRARIES, reverse=True) if major is None else [major]
     for candidate in majors:
         for folder in map(Path, sys.path):
             library = folder / "nvidia" / _LIBRARIES[candidate]
@@ -161,8 +156,8 @@ def find_nvrtc(major: int | None = None) -> Nvrtc:
             library = toolkit / "lib64" / f"libnvrtc.so.{candidate}"
             if library.is_file():
                 return Nvrtc(library, toolkit / "include")
-    wheels = " or ".join(" and ".join(WHEELS[candidate]) for candidate in reversed(majors))
+    of_version = "" if major is None else f" {major}"
     raise NvrtcError(
-        f"NVRTC with its headers was found neither in Python's packages nor in {toolkit}: "
-        f"pip install {wheels}"
+        f"NVRTC{of_version} with its headers was found neither in Python's packages nor in "
+        f"{toolkit}: {how_to_install(f'cuda{majors[0]}')}"
     )

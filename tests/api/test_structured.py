@@ -16,9 +16,12 @@ from openai import AsyncOpenAI, pydantic_function_tool
 from pydantic import BaseModel, Field
 from serving import Serve, Served
 
+from cuengine.api.protocol import FunctionDefinition, Tool
 from cuengine.api.server import ServerSettings, running_server
+from cuengine.api.structured import of_tool_calls
 from cuengine.async_engine import AsyncEngine
 from cuengine.config import EngineConfig
+from cuengine.errors import RequestError
 from cuengine.structured_outputs import StructuredOutputsParams
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -205,15 +208,15 @@ async def test_an_answer_that_outgrows_its_grammar_is_an_error_and_no_success(
         assert success not in stream
 
 
-async def test_calls_that_outgrow_their_limits_blame_the_tools(
-    serve_tiny: Callable[..., Any],
-) -> None:
-    served = await serve_tiny("hermes")
-    wide = {"anyOf": [{"type": "object", "properties": {f"a{i}": {}}} for i in range(2000)]}
-    tool = {"type": "function", "function": {"name": "f", "parameters": wide}}
-    status, error = await served.error(CHAT, HI | {"tools": [tool], "tool_choice": "required"})
-    assert (status, error["param"]) == (400, "tools")
-    assert error["message"].startswith("tools: it outgrows the limits")
+def test_calls_that_outgrow_their_limits_blame_the_tools() -> None:
+    """No line of the grammar that they became is to blame, and the client knows none."""
+    tool = Tool("function", FunctionDefinition("f", parameters={"type": "object"}))
+    tokenizer = FakeEngine().tokenizer
+    assert tokenizer is not None
+    demand = of_tool_calls("hermes", [tool], tokenizer, several=True)
+    param = "structured_outputs.grammar"
+    error = demand.as_sent(RequestError(f"{param}: it outgrows its limits", param=param))
+    assert (error.param, str(error)) == ("tools", "tools: it outgrows its limits")
 
 
 @pytest.mark.parametrize("stream", [False, True])

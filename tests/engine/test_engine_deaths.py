@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -173,16 +174,22 @@ async def test_a_step_that_fails_is_a_death(
         control.open()
         assert_same(await asyncio.gather(*tasks), expected)
     assert "the machine is on fire" in caplog.text
+    assert "engine: The engine failed" in caplog.text  # who speaks
     assert "ended with status 1" in caplog.text
 
 
 async def test_a_step_that_hangs_is_a_death(
-    tiny_chat_model: Path, control: Control, expected: list[RequestOutput]
+    tiny_chat_model: Path,
+    control: Control,
+    expected: list[RequestOutput],
+    caplog: pytest.LogCaptureFixture,
 ):
     engine = await start(tiny_chat_model, step_timeout=3)
     control.set("hang")
-    assert_same(await asyncio.gather(*submit(engine)), expected)
+    with caplog.at_level(logging.ERROR, "cuengine"):
+        assert_same(await asyncio.gather(*submit(engine)), expected)
     assert engine.num_restarts >= 1
+    assert re.search(r"longer than 3 s: .* may take 6 s\. .* give --step-timeout more", caplog.text)
     await engine.stop()
 
 

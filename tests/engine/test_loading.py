@@ -51,7 +51,7 @@ def test_the_models_own_context_is_lowered_to_what_fits_and_that_is_logged(
 ):
     with caplog.at_level(logging.WARNING, "cuengine"):
         assert size_kv_cache(EngineConfig(num_blocks=50), BLOCK_BYTES, 1600, GIB) == (50, 800)
-    assert "max_model_len lowered from 1600 to 800" in caplog.text
+    assert "The context is lowered from 1600 to 800 tokens" in caplog.text
 
 
 def test_a_machine_with_no_room_for_a_block_is_refused():

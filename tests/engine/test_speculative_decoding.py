@@ -393,3 +393,16 @@ def test_the_cuda_device_verifies_guesses_in_the_decode_kernel(
     verified = [p for p in plans if 1 < p.max_queries <= 5]
     assert verified
     assert all(len(p.tiles) == 0 for p in verified)
+
+
+def test_a_draft_model_that_costs_too_much_to_pay_is_said_to_be_off(
+    tiny_model: TinyModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the model itself; n-grams cost nothing."""
+    folder = tiny_model(MODEL)
+    draft = {"model": str(folder), "num_speculative_tokens": 2}
+    for config, off in ((draft, True), (NGRAM, False)):
+        caplog.clear()
+        make(folder, speculative_config=config, max_model_len=32)
+        assert ("speculative decoding stays off" in caplog.text) == off
+        assert ("costs 1.00 of" in caplog.text) == off

@@ -28,7 +28,7 @@ from cuengine.device.kernel_variants import (
     programs,
     uses_tensor_cores,
 )
-from cuengine.device.nvrtc import WHEELS, Nvrtc, NvrtcError, find_nvrtc
+from cuengine.device.nvrtc import Nvrtc, NvrtcError, find_nvrtc
 from cuengine.paths import kernel_source_dir
 
 SHARED_LIMIT = {
@@ -55,7 +55,7 @@ def nvrtc_of(major: int) -> Nvrtc:
     try:
         return find_nvrtc(major)
     except NvrtcError:
-        pytest.skip(f"needs the wheels {' and '.join(WHEELS[major])}")
+        pytest.skip(f"needs NVRTC {major}")
 
 
 @functools.cache

@@ -392,7 +392,7 @@ def test_a_gpu_with_driver_and_cupy_can_be_used(machine: Callable[..., None]) ->
         (Driver(init=100), 13, r"no usable GPU \(error 100\).*nvidia-smi"),
         (Driver(count=0), 13, "finds no GPU.*CUDA_VISIBLE_DEVICES"),
         (Driver(capability=(6, 1)), 13, r"H200 has compute capability 6\.1.*needs 7\.0"),
-        (Driver(), None, r"CuPy is not installed: pip install 'cuengine\[cuda13\]'"),
+        (Driver(), None, r"CuPy is not installed: pip install '\.\[cuda13\]'"),
         (Driver(version=12040), 13, r"for CUDA 12, and the CuPy.*CUDA 13.*580 or newer.*cuda12"),
     ],
     ids=["driver", "broken", "none", "old GPU", "cupy", "old driver"],

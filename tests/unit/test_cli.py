@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -30,6 +33,7 @@ from cuengine.cli.flags import in_flags
 from cuengine.cli.log import JsonLines
 from cuengine.cli.main import main
 from cuengine.cli.values import as_memory_size, count, format_memory, format_size, memory_size, port
+from cuengine.device.nvrtc import NvrtcError, find_nvrtc
 from cuengine.errors import RequestError
 from cuengine.model.generation_config import GenerationDefaults
 from cuengine.outputs import RequestDelta, SequenceDelta
@@ -372,6 +376,41 @@ def test_info_as_json_has_the_cache_and_its_sizes(
     facts = json.loads(capsys.readouterr().out)
     assert facts["cache"] == {"folder": str(tmp_path), "models/": "2.5 kB"}
     assert facts["cuengine"]["version"]
+
+
+def test_info_has_no_section_that_looks_cut_off(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in os.environ:
+        if info.ENVIRONMENT.fullmatch(name):
+            monkeypatch.delenv(name)
+    assert main(["info"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "environment: -" in lines
+    for line, following in itertools.pairwise([*lines, ""]):
+        assert not line.endswith(":") or following.startswith("  ")
+
+
+def test_what_to_install_is_a_command_for_who_has_a_clone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One way of saying it, with extras that there are."""
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setenv("CUDA_PATH", str(tmp_path))
+    for major, extra in ((None, "cuda13"), (12, "cuda12"), (13, "cuda13")):
+        with pytest.raises(
+            NvrtcError, match=rf"pip install '\.\[{extra}\]' in cuengine's checkout$"
+        ):
+            find_nvrtc.__wrapped__(major)
+    root = Path(__file__).resolve().parents[2]
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for folder in ("cuengine", "api", "model"):
+        for path in (root / folder).rglob("*.py"):
+            text = path.read_text(encoding="utf-8")
+            assert "'cuengine[" not in text, path
+            assert {*re.findall(r"how_to_install\(f?['\"](\w+)['\"]", text)} <= extras.keys()
 
 
 def test_info_shows_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,3 +126,18 @@ def test_an_engine_with_nothing_to_do_does_not_hang():
     watchdog = Watchdog()
     assert not any(watchdog.look(busy=False) for _ in range(100))
     assert not any(watchdog.look(busy=True) for _ in range(4))
+
+
+def looks_until_it_hangs(watchdog: Watchdog) -> int:
+    return next(look for look in range(1, 100) if watchdog.look(busy=True))
+
+
+def test_each_engine_after_one_that_hung_is_given_twice_as_long_up_to_fourfold():
+    watchdog = Watchdog()
+    patience = []
+    for _ in range(4):
+        patience.append(watchdog.patience)
+        assert looks_until_it_hangs(watchdog) == 4 * patience[-1] + 1
+    assert patience == [1, 2, 4, 4]
+    watchdog.heard()
+    assert looks_until_it_hangs(watchdog) == 17

@@ -15,13 +15,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cuengine.errors import CuengineError
-
-WHEELS = {12: "nvidia-cublas-cu12", 13: "nvidia-cublas"}
-"""For each CUDA major version the wheel with cuBLAS."""
+from cuengine.extras import how_to_install
 
 WORKSPACE_BYTES = 32 * 2**20
 """What NVIDIA advises for Hopper and Blackwell; 4 MiB would do before (cuBLAS manual, 2.1.8)."""
 
+MAJORS = (12, 13)
 _LIBRARIES = {12: "cublas/lib/libcublas.so.12", 13: "cu13/lib/libcublas.so.13"}
 
 # Values of the enumerations in cublas_api.h and library_types.h, the same in CUDA 12 and 13.
@@ -181,7 +180,7 @@ def find_cublas(major: int) -> Path:
     """libcublas of this CUDA major version.
 
     The one this process has loaded already, else NVIDIA's wheel on sys.path, else $CUDA_PATH or
-    /usr/local/cuda, else the system's. Raises CublasError that names the wheel to install.
+    /usr/local/cuda, else the system's. Raises CublasError that says what to install.
     """
     for candidate in _candidates(major):
         if candidate.is_file():
@@ -193,7 +192,7 @@ def find_cublas(major: int) -> Path:
     except OSError as error:
         raise CublasError(
             f"cuBLAS {major} ({name}) was found neither in Python's packages nor on the system: "
-            f"pip install {WHEELS[major]}"
+            f"{how_to_install(f'cuda{major}')}"
         ) from error
     return Path(name)
 

@@ -7,6 +7,8 @@ import importlib.metadata
 import importlib.util
 from typing import Any
 
+from cuengine.extras import how_to_install
+
 OLDEST_ARCHITECTURE = 70
 """Volta: the first with what the plain kernels use (independent threads, __syncwarp)."""
 
@@ -15,8 +17,8 @@ DRIVERS = {12: "525", 13: "580"}
 minor version compatibility)."""
 
 INSTALL = (
-    f"pip install 'cuengine[cuda13]' (driver {DRIVERS[13]} or newer) or 'cuengine[cuda12]' (driver "
-    f"{DRIVERS[12]} or newer)"
+    f"{how_to_install('cuda13')} (driver {DRIVERS[13]} or newer) or {how_to_install('cuda12')} "
+    f"(driver {DRIVERS[12]} or newer)"
 )
 
 _MAJOR, _MINOR = 75, 76
