@@ -12,12 +12,13 @@ import msgspec
 from aiohttp import web
 
 from cuengine.api.errors import ApiError
-from cuengine.api.protocol import Body
+from cuengine.api.protocol import MEANT_IF_EMPTY, Body
 from cuengine.api.state import ServerState
 
 T = TypeVar("T", bound=Body)
 
 _FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_NULL = frozenset({b"null"})
 _NOTHING = frozenset({b"null", b"false", b"[]", b"{}", b'""'})
 # msgspec puts the place at the end of its message: "... - at `$.messages[0].role`".
 _PLACE = re.compile(r"^(?P<what>.*?) - at (?:`key` in )?`\$(?P<path>.*)`$", re.DOTALL)
@@ -98,7 +99,8 @@ def invalid_field(error: msgspec.ValidationError, root: str = "") -> ApiError:
 
 def _refuse(fields: Mapping[str, msgspec.Raw], names: set[str]) -> None:
     for name in sorted(names):
-        if bytes(fields[name]).strip() not in _NOTHING:
+        nothing = _NULL if name in MEANT_IF_EMPTY else _NOTHING
+        if bytes(fields[name]).strip() not in nothing:
             raise ApiError(400, f"{name} is not supported by this server.", param=name)
 
 

@@ -30,6 +30,13 @@ REFUSED_EVERYWHERE = frozenset(
 )
 
 
+# Of these an empty list, object or text means something, too: that no token is allowed, or that the
+# answer is any JSON. Of the others it means as little as null.
+MEANT_IF_EMPTY = frozenset(
+    {"allowed_token_ids", "guided_choice", "guided_grammar", "guided_json", "guided_regex"}
+)
+
+
 # --- requests ---------------------------------------------------------------------------------
 
 

@@ -13,7 +13,7 @@ import pytest
 from fake_engine import FakeEngine
 from serving import Serve
 
-from cuengine.api.protocol import Body
+from cuengine.api.protocol import MEANT_IF_EMPTY, Body
 from cuengine.api.routes import ROUTES
 
 HI = {"messages": [{"role": "user", "content": "hi"}]}
@@ -94,8 +94,18 @@ async def test_a_field_that_would_change_the_answer_is_refused_unless_it_says_no
         assert (status, error["param"]) == (400, name)
         assert error["message"] == f"{name} is not supported by this server."
     for nothing in (None, False, [], {}, ""):
-        status, answer = await served.post(path, GOOD[path] | dict.fromkeys(refused, nothing))
+        fields = refused if nothing is None else [n for n in refused if n not in MEANT_IF_EMPTY]
+        status, answer = await served.post(path, GOOD[path] | dict.fromkeys(fields, nothing))
         assert status == 200, answer
+
+
+@pytest.mark.parametrize("path", [path for path in GOOD if BODIES[path].refused >= MEANT_IF_EMPTY])
+async def test_what_allows_nothing_or_any_json_is_refused_too(serve: Serve, path: str) -> None:
+    """An empty list of allowed tokens is no list that was left out."""
+    served = await serve()
+    for name, empty in itertools.product(sorted(MEANT_IF_EMPTY), ([], {}, "")):
+        status, error = await served.error(path, GOOD[path] | {name: empty})
+        assert (status, error["param"]) == (400, name)
 
 
 @pytest.mark.parametrize("path", GOOD)

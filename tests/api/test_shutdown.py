@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
@@ -147,7 +148,9 @@ def test_a_host_that_is_none_is_one_clear_error() -> None:
 @pytest.mark.parametrize(
     "bad",
     [{"port": 70000}, {"keepalive_seconds": 0}, {"api_keys": ("",)}, {"max_body_bytes": 0},
-     {"drain_timeout": -1}, {"served_model_names": ("",)}],
+     {"drain_timeout": -1}, {"drain_timeout": math.nan}, {"drain_timeout": math.inf},
+     {"request_timeout": math.inf}, {"write_timeout": math.nan}, {"max_queued_requests": 2**31},
+     {"max_body_bytes": 2**31}, {"served_model_names": ("",)}],
 )  # fmt: skip
 def test_settings_that_cannot_be_used_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):

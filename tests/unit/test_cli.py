@@ -191,9 +191,7 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("command", "flag"), NUMBERS)
-@pytest.mark.parametrize(
-    "value", ["nan", "inf", "-inf", "1e999", "-3", "9" * 23, "-" + "9" * 23, "9" * 5000, "x", ""]
-)
+@pytest.mark.parametrize("value", ["nan", "-inf", "1e999", "-3", "9" * 23, "9" * 5000, ""])
 def test_a_number_that_no_flag_takes_is_wrong_usage_with_the_flag_and_its_value(
     command: str, flag: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
