@@ -191,6 +191,7 @@ OUTGROWS = {"structured_outputs": {"grammar": 'start: /[a-c]{20}/ more\nmore: "x
     ("path", "body"),
     [(CHAT, HI), (COMPLETIONS, {"prompt": "a", "max_tokens": 300}), (RESPONSES, {"input": "a"})],
 )
+@with_tiny_servers
 async def test_an_answer_that_outgrows_its_grammar_is_an_error_and_no_success(
     serve_tiny: Callable[..., Any], path: str, body: dict[str, Any]
 ) -> None:
