@@ -466,8 +466,8 @@ class Engine:
             if ending == "error":
                 output.stop_reason = (
                     "The answer cannot be finished: after "
-                    f"{position + 1 - sequence.prompt_len} tokens what it has to match cannot be "
-                    f"followed any further. {matcher.problem}"
+                    f"{position + 1 - sequence.prompt_len} tokens, what it has to match cannot be "
+                    f"followed any further: {matcher.problem}"
                 )
         elif position + 1 == sequence.max_len:
             output.finish_reason = "length"

@@ -275,7 +275,7 @@ def test_a_grammar_that_outgrows_its_limits_is_its_samples_error_alone(llm: LLM)
     for sample in failing.outputs:
         assert sample.finish_reason == "error"
         assert re.fullmatch("[a-c]{20}.?", sample.text)
-        assert "after 21 tokens" in str(sample.stop_reason)
+        assert "after 21 tokens, " in str(sample.stop_reason)
         assert "outgrows the limits" in str(sample.stop_reason)
     assert [(sample.text, sample.finish_reason) for sample in fine.outputs] == [("a" * 30, "stop")]
 
