@@ -23,6 +23,7 @@ ASSEMBLY = {
     "cuengine.text_side",
     "cuengine.llm",
     "cuengine.async_engine",
+    "cuengine.front_desk",
 }
 """Modules in cuengine/ that put the parts together and so know models; all others are core."""
 
