@@ -121,8 +121,13 @@ class AsyncEngine(FrontDesk):
         """As of the last step; totals count from the first engine's start."""
         return self._stats
 
-    async def view(self) -> EngineView:
+    def replicas(self) -> None:
+        """There is one engine."""
+
+    async def view(self, replica: str | None = None) -> EngineView:
         """What is to be seen of the engine between two steps; totals as in `stats`.
+
+        replica  means nothing here
 
         Raises EngineStoppedError where there is no engine: it has stopped, failed, or died.
         """

@@ -1,0 +1,15 @@
+"""Engines on many machines, as replicas of a Ray Serve deployment; needs the extra `ray`.
+
+    settings.py        how many replicas, and where
+    start.py           puts all together
+    client.py          RayEngine: what the server uses in place of AsyncEngine
+    fleet.py           what RayEngine asks of the replicas, whoever runs them
+    deployment.py      the replicas that Ray Serve runs: started, updated, asked
+    replica.py         one of them: an engine's process, and a stream for each request
+    router.py          Ray Serve's choice of a replica for a request,
+    prefix_routing.py  which is made there
+    messages.py        what client and replica say to each other
+
+Ray is imported in replica.py, router.py and deployment.py only, and nothing outside imports these
+before the backend is chosen.
+"""
