@@ -5,7 +5,8 @@
     client.py          RayEngine: what the server uses in place of AsyncEngine
     fleet.py           what RayEngine asks of the replicas, whoever runs them
     deployment.py      the replicas that Ray Serve runs: started, updated, asked
-    replica.py         one of them: an engine's process, and a stream for each request
+    replica.py         one of them, with its engine's process
+    answers.py         the streams of its requests
     router.py          Ray Serve's choice of a replica for a request,
     prefix_routing.py  which is made there
     messages.py        what client and replica say to each other

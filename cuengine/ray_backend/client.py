@@ -34,7 +34,7 @@ logger = logging.getLogger("cuengine")
 
 LOOKS = 4
 """Looks at a stream, HEARTBEAT seconds apart, that find it silent before it is given up: it is so
-after 3.2 to 4 seconds. They are counted, for where this process did not run, no replica is to blame.
+after 3.2 to 4 seconds. They are counted: where this process did not run, no replica is to blame.
 """
 
 PAUSE = 0.2
@@ -158,7 +158,11 @@ class RayEngine(FrontDesk):
             return
         now = asyncio.get_running_loop().time()
         self._avoided = {name: until for name, until in self._avoided.items() if until > now}
-        stream = self._fleet.submit(command, avoid=self._avoided.keys())
+        try:
+            stream = self._fleet.submit(command, avoid=self._avoided.keys())
+        except FleetGoneError as error:
+            self._fail(flight, EngineStoppedError(str(error)))
+            return
         run = _Run(command.key, flight, Unfinished(command), stream)
         flight.key = run.key
         self._runs[run.key] = run
@@ -295,16 +299,19 @@ class RayEngine(FrontDesk):
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT)
-            replicas = set(self._fleet.replicas())
-            for name in self._stats.keys() - replicas:
-                self._gone = self._stats.pop(name).following(self._gone)
-            for name in replicas:
-                self._spawn(self._ask(name))
-            for run in list(self._runs.values()):
-                if run.replica is not None or replicas:
-                    run.silent += 1
-                if run.silent > LOOKS and run.key in self._runs:
-                    self._broken(run, f"nothing was heard of it for {LOOKS * HEARTBEAT:g} s")
+            self._look()
+
+    def _look(self) -> None:
+        replicas = set(self._fleet.replicas())
+        for name in self._stats.keys() - replicas:
+            self._gone = self._stats.pop(name).following(self._gone)
+        for name in replicas:
+            self._spawn(self._ask(name))
+        for run in list(self._runs.values()):
+            if run.replica is not None or replicas:
+                run.silent += 1
+            if run.silent > LOOKS and run.key in self._runs:
+                self._broken(run, f"nothing was heard of it for {LOOKS * HEARTBEAT:g} s")
 
     async def _ask(self, name: str) -> None:
         with suppress(Exception):  # its streams show whether it lives

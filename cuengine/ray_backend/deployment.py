@@ -36,7 +36,7 @@ logger = logging.getLogger("cuengine")
 DEPLOYMENT = "engine"
 
 _MAX_ONGOING = 100_000
-"""Requests of a replica: the queue is the engine's, and how long it may be is the server's affair."""
+"""Requests of a replica: the queue is the engine's, and its length limited by the server."""
 
 _HEALTH_CHECK_SECONDS = 2.0
 _BUSY = 0.75
@@ -61,7 +61,7 @@ class ServeFleet:
         self._handle: Any = None
 
     def deploy(self) -> Ready:
-        """Start the replicas; what all of them can do. Raises ConfigError where they don't start."""
+        """Start the replicas. Returns what all of them can do; raises ConfigError."""
         self._handle = self._run()
         results = self._handle.broadcast("ready").results(timeout_s=60)
         logger.info("%d replicas of %s are ready", len(results), self._config.model)

@@ -42,7 +42,7 @@ class Fleet(Protocol):
     def submit(self, command: Add | AddBeams, *, avoid: Collection[str]) -> ReplicaStream:
         """Have one of them run a request; one of `avoid` only if there are no others.
 
-        Its stream raises FleetGoneError where there will be none.
+        Raises, it or its stream, FleetGoneError where there will be none.
         """
         ...
 

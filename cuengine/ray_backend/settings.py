@@ -13,7 +13,7 @@ PREFIX_MARGIN = 8.0
 class RaySettings:
     """replicas       engines that run, or the least if Ray may add some
     max_replicas   the most; 0: as many as `replicas`
-    address        of a Ray cluster, as ray.init has it; None: $RAY_ADDRESS, else Ray is started here
+    address        of a Ray cluster, as ray.init has it; None: $RAY_ADDRESS, else one started here
     cpus           what Ray reserves for a replica; on cpu also the threads it computes with
     app            name of the Ray Serve application, which then stays when the server ends, and is
                    updated by the next one; None: one of this server's own

@@ -186,7 +186,13 @@ def test_tests_import_torch_and_transformers_only_where_marked_reference():
 def test_every_third_party_import_is_a_declared_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    required = [*project["dependencies"], *extras["cpu"], *extras["cuda12"], *extras["otel"], *extras["ray"]]
+    required = [
+        *project["dependencies"],
+        *extras["cpu"],
+        *extras["cuda12"],
+        *extras["otel"],
+        *extras["ray"],
+    ]
     names = [re.split(r"[<>=\[;]", line)[0].strip() for line in required]
     declared = {name.removesuffix("-cuda12x").replace("-", "_") for name in names}
     # Distributions of one namespace package, opentelemetry.
