@@ -8,7 +8,8 @@
     replica.py         one of them, with its engine's process
     answers.py         the streams of its requests
     router.py          Ray Serve's choice of a replica for a request,
-    prefix_routing.py  which is made there
+    prefix_routing.py  which is made there, and
+    routing_here.py    what is known of it in the process that sends the requests
     messages.py        what client and replica say to each other
 
 Ray is imported in replica.py, router.py and deployment.py only, and nothing outside imports these

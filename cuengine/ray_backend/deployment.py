@@ -26,7 +26,8 @@ from cuengine.engine_view import EngineView
 from cuengine.errors import ConfigError
 from cuengine.ray_backend.fleet import FleetGoneError
 from cuengine.ray_backend.replica import Replica
-from cuengine.ray_backend.router import PrefixRouter, picked_for, replicas_of
+from cuengine.ray_backend.router import PrefixRouter
+from cuengine.ray_backend.routing_here import routing_of
 from cuengine.ray_backend.settings import RaySettings
 from cuengine.stats import EngineStats
 from cuengine.wire import Add, AddBeams, Ready
@@ -123,7 +124,7 @@ class ServeFleet:
     # What client.py asks.
 
     def replicas(self) -> Collection[str]:
-        return replicas_of(self.application)
+        return routing_of(self.application).replicas
 
     def submit(self, command: Add | AddBeams, *, avoid: Collection[str]) -> ServeStream:
         handle = self._handle.options(stream=True)
@@ -166,7 +167,7 @@ class ServeStream:
 
     @property
     def likely_replica(self) -> str | None:
-        return picked_for(self.application, self.key)
+        return routing_of(self.application).picks.get(self.key)
 
     async def __anext__(self) -> bytes:
         try:

@@ -6,46 +6,25 @@ What it chooses by is in prefix_routing.py. Calls to a named replica go through 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from cuengine.ray_backend.prefix_routing import PrefixRouting, block_hashes
-
-_MAX_PICKS = 10_000
-
-_routers: dict[str, PrefixRouter] = {}
-"""By the name of the application: Ray Serve makes them, and hands them to nobody."""
-
-
-def replicas_of(application: str) -> Collection[str]:
-    """Those that take requests now."""
-    router = _routers.get(application)
-    return () if router is None else [replica.unique_id for replica in list(router.curr_replicas)]
-
-
-def picked_for(application: str, key: str) -> str | None:
-    """The replica that a request was to go to."""
-    router = _routers.get(application)
-    return None if router is None else router.picks.get(key)
+from cuengine.ray_backend.routing_here import routing_of
 
 
 class PrefixRouter(RequestRouter):
-    """Picks for `generate` by prefix and load, and for all else who is named by `replica`.
-
-    picks  key of a request -> replica; the last ones
-    """
+    """Picks for `generate` by prefix and load, and for all else who is named by `replica`."""
 
     queue_len_response_deadline_s = 1.0
     """Seconds to wait for a replica that was not heard of for a while, before another is taken."""
 
     def initialize_state(self, *, block_size: int, margin: float) -> None:
-        self.picks: dict[str, str] = {}
         self._block_size = block_size
         self._routing = PrefixRouting(margin)
         self._sent: Counter[ReplicaID] = Counter()
-        _routers[self._deployment_id.app_name] = self
+        self._here = routing_of(self._deployment_id.app_name)
 
     async def choose_replicas(
         self,
@@ -67,9 +46,7 @@ class PrefixRouter(RequestRouter):
         if ranking:
             # Said now, not once it has been sent: the next one may have the same prefix.
             self._routing.sent(ranking[0], hashes)
-            self.picks[command.key] = ranking[0]
-            if len(self.picks) > _MAX_PICKS:
-                del self.picks[next(iter(self.picks))]
+            self._here.pick(command.key, ranking[0])
         return [[by_name[name]] for name in ranking]
 
     def on_request_routed(
@@ -79,9 +56,18 @@ class PrefixRouter(RequestRouter):
         name = replica_id.unique_id
         if "avoid" in pending_request.kwargs:
             command = pending_request.args[0]
-            if self.picks.get(command.key) != name:
+            if self._here.picks.get(command.key) != name:
                 self._routing.sent(name, self._hashes(pending_request))
-                self.picks[command.key] = name
+                self._here.pick(command.key, name)
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._show()
+
+    def _show(self) -> None:
+        names = tuple(replica_id.unique_id for replica_id in self.curr_replicas)
+        self._routing.keep(names)
+        self._here.replicas = names
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         super().on_send_request(replica_id)
@@ -94,7 +80,7 @@ class PrefixRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self._routing.keep({replica.replica_id.unique_id for replica in replicas})
+        self._show()
         for gone in self._sent.keys() - {replica.replica_id for replica in replicas}:
             del self._sent[gone]
 
