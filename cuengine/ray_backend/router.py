@@ -5,13 +5,36 @@ What it chooses by is in prefix_routing.py. Calls to a named replica go through 
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from cuengine.ray_backend.prefix_routing import PrefixRouting, block_hashes
 from cuengine.ray_backend.routing_here import routing_of
+
+_SECONDS_TO_SEND = 60.0
+
+
+@dataclass(slots=True)
+class _Request:
+    """One that was given to a replica, or is about to be.
+
+    sent  the replica has taken it
+    """
+
+    replica: str
+    future: asyncio.Future[Any]
+    picked: float
+    sent: bool = False
+
+    def counts(self) -> bool:
+        """Not if it was given up before it was sent, which nobody says."""
+        waits = not self.future.cancelled() and time.monotonic() - self.picked < _SECONDS_TO_SEND
+        return self.sent or waits
 
 
 class PrefixRouter(RequestRouter):
@@ -23,7 +46,7 @@ class PrefixRouter(RequestRouter):
     def initialize_state(self, *, block_size: int, margin: float) -> None:
         self._block_size = block_size
         self._routing = PrefixRouting(margin)
-        self._sent: Counter[ReplicaID] = Counter()
+        self._requests: dict[str, _Request] = {}
         self._here = routing_of(self._deployment_id.app_name)
 
     async def choose_replicas(
@@ -41,24 +64,34 @@ class PrefixRouter(RequestRouter):
             return [[by_name[named]]] if named in by_name else []
         command = pending_request.args[0]
         hashes = self._hashes(pending_request)
-        loads = {name: self._load(replica.replica_id) for name, replica in by_name.items()}
+        loads = self._loads(by_name)
         ranking = self._routing.rank(hashes, loads, pending_request.kwargs["avoid"])
         if ranking:
-            # Said now, not once it has been sent: the next one may have the same prefix.
+            # Said now, not once it has been sent: others are picked for in between.
             self._routing.sent(ranking[0], hashes)
             self._here.pick(command.key, ranking[0])
+            self._requests[pending_request.metadata.internal_request_id] = _Request(
+                ranking[0], pending_request.future, time.monotonic()
+            )
         return [[by_name[name]] for name in ranking]
 
     def on_request_routed(
         self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any
     ) -> None:
         """It may not be the one that was picked first."""
+        request = self._requests.get(pending_request.metadata.internal_request_id)
+        if request is None:
+            return  # a call to a named replica
         name = replica_id.unique_id
-        if "avoid" in pending_request.kwargs:
-            command = pending_request.args[0]
-            if self._here.picks.get(command.key) != name:
-                self._routing.sent(name, self._hashes(pending_request))
-                self._here.pick(command.key, name)
+        request.sent = True
+        if request.replica != name:
+            request.replica = name
+            self._routing.sent(name, self._hashes(pending_request))
+            self._here.pick(pending_request.args[0].key, name)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        super().on_request_completed(replica_id, internal_request_id)
+        self._requests.pop(internal_request_id, None)
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
@@ -69,25 +102,17 @@ class PrefixRouter(RequestRouter):
         self._routing.keep(names)
         self._here.replicas = names
 
-    def on_send_request(self, replica_id: ReplicaID) -> None:
-        super().on_send_request(replica_id)
-        self._sent[replica_id] += 1
-
-    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        super().on_request_completed(replica_id, internal_request_id)
-        if replica_id in self._sent:
-            self._sent[replica_id] -= 1
-
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
         self._show()
-        for gone in self._sent.keys() - {replica.replica_id for replica in replicas}:
-            del self._sent[gone]
 
     def _hashes(self, pending_request: PendingRequest) -> list[bytes]:
         command = pending_request.args[0]
         return block_hashes(command.prompt_token_ids, self._block_size, command.cache_salt)
 
-    def _load(self, replica_id: ReplicaID) -> int:
-        """Its requests: from here, and as it said itself, from others."""
-        return max(self._sent[replica_id], self.replica_queue_len_cache.get(replica_id) or 0)
+    def _loads(self, replicas: dict[str, RunningReplica]) -> dict[str, int]:
+        """Their requests: from here, and, as they said themselves, from others."""
+        self._requests = {key: one for key, one in self._requests.items() if one.counts()}
+        here = Counter(request.replica for request in self._requests.values())
+        said = self.replica_queue_len_cache.get
+        return {name: max(here[name], said(r.replica_id) or 0) for name, r in replicas.items()}
