@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from cuengine.api.settings import ServerSettings
 from cuengine.cli.arguments import UsageError, engine_config
@@ -15,6 +16,9 @@ from cuengine.cli.start import build_engine, build_ray_engine
 from cuengine.config import check_step_timeout
 from cuengine.errors import ConfigError
 from cuengine.ray_backend.settings import RaySettings
+
+if TYPE_CHECKING:
+    from cuengine.api.engine import ServingEngine
 
 
 def run(args: argparse.Namespace) -> int:
@@ -27,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     signal.signal(signal.SIGTERM, _end_while_loading)
     listening = listen(settings)  # an address in use shows now, not after the model is loaded
     try:
+        engine: ServingEngine
         if replicas is None:
             name, engine = build_engine(config, step_timeout=args.step_timeout)
         else:

@@ -119,7 +119,15 @@ class ServeFleet:
         try:
             return serve.run(application, name=self.application, route_prefix=None)
         except RuntimeError as error:
-            raise ConfigError(f"The replicas do not start: {_reason(error)}") from error
+            raise ConfigError(f"The replicas do not start: {self._reason(error)}") from error
+
+    def _reason(self, error: RuntimeError) -> str:
+        """What a replica's constructor raised: the last line of a message with its traceback."""
+        application = serve.status().applications.get(self.application)
+        said = [] if application is None else [d.message for d in application.deployments.values()]
+        lines = [line.strip() for text in (*said, str(error)) for line in text.splitlines()]
+        ours = [line for line in lines if line.startswith("cuengine.errors.")]
+        return ours[-1].partition(": ")[2] if ours else str(error)
 
     # What client.py asks.
 
@@ -201,10 +209,3 @@ def _num_gpus(device: str) -> int:
 
 def _quiet() -> LoggingConfig:
     return LoggingConfig(log_level="WARNING", enable_access_log=False)
-
-
-def _reason(error: RuntimeError) -> str:
-    """What a replica's constructor raised, out of Ray Serve's message with all its traceback."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    ours = [line for line in lines if "cuengine.errors." in line]
-    return (ours or lines or [type(error).__name__])[-1]

@@ -29,7 +29,7 @@ logger = logging.getLogger("cuengine")
 class Replica:
     """All methods run on one event loop. `avoid` and `replica` are for the router."""
 
-    async def __init__(
+    async def __init__(  # type: ignore[misc]  # Ray Serve waits for it
         self, config: EngineConfig, step_timeout: float, log_levels: Mapping[str, int]
     ) -> None:
         """Returns when the engine is loaded. Raises ModelError and ConfigError.

@@ -268,3 +268,18 @@ def test_importing_the_core_loads_no_model_server_or_compiler():
     unwanted = (*unwanted, "llguidance")
     assert not [name for name in loaded if within(name, *unwanted)]
     assert "cuengine.scheduler" in loaded
+
+
+def test_ray_is_imported_by_three_modules_that_nobody_imports_before_it_is_asked_for():
+    with_ray = {f"cuengine.ray_backend.{name}" for name in ("deployment", "replica", "router")}
+    assert not offences([name for name in modules() if name not in with_ray], "ray")
+    loaded = loaded_by(
+        "import cuengine.cli.serve, cuengine.cli.arguments, cuengine.api.server\n"
+        "import cuengine.ray_backend.client, cuengine.ray_backend.answers\n"
+        "cuengine.cli.arguments.build_parser()"
+    )
+    assert not [name for name in loaded if within(name, "ray", *with_ray)]
+
+
+def test_the_core_does_not_know_the_ray_backend():
+    assert not offences(core(), "cuengine.ray_backend")
