@@ -204,7 +204,7 @@ class RayEngine(FrontDesk):
 
     async def _follow(self, run: _Run) -> None:
         reader: FrameReader[Told] = FrameReader(Told)
-        why: object = "it ended too early"
+        why = "its stream ended too early"
         ended = False
         try:
             while True:
@@ -224,14 +224,14 @@ class RayEngine(FrontDesk):
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            why = error
+            why = _line(error)
         except Exception as error:
-            why = error
+            why = _line(error)
         finally:
             if not ended:
                 run.stream.cancel()
         if run.key in self._runs:
-            self._broken(run, f"{type(why).__name__}: {why}" if why != str(why) else str(why))
+            self._broken(run, why)
 
     def _on_told(self, run: _Run, told: Told) -> None:
         flight = run.flight
@@ -319,3 +319,8 @@ class RayEngine(FrontDesk):
                 stats = await self._fleet.stats(name)
             if name in self._fleet.replicas():
                 self._stats[name] = stats
+
+
+def _line(error: BaseException) -> str:
+    """Ray's errors have many."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -56,6 +56,8 @@ class ServeFleet:
         self._own_application = settings.app is None
         self.application = settings.app or f"cuengine-{socket.gethostname()}-{os.getpid()}"
         self._updating = threading.Lock()
+        # It has a line for each request of a replica that is lost; client.py has one for all.
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
         if self._own_ray:
             _connect(settings.address)
         serve.start(proxy_location="Disabled", logging_config=_quiet())
