@@ -263,13 +263,13 @@ async def test_of_several_engines_the_one_that_is_named_is_shown_else_the_first(
 
 async def test_a_replica_that_is_not_there_is_answered_with_those_that_are(serve: Serve) -> None:
     served = await serve(FakeEngine(figures_of={"b": EngineStats(), "a": EngineStats()}))
-    status, text = await served.get(EVENTS + "?replica=c")
+    status, answer = await served.get(EVENTS + "?replica=c")
     assert status == 404
-    assert "'c', but: a, b" in text
+    assert "'c', but: a, b" in answer["error"]["message"]
     served = await serve(FakeEngine())
-    status, text = await served.get(EVENTS + "?replica=c")
+    status, answer = await served.get(EVENTS + "?replica=c")
     assert status == 404
-    assert "none with a name" in text
+    assert "none with a name" in answer["error"]["message"]
 
 
 async def test_watchers_of_a_replica_do_not_keep_the_server_from_draining(serve: Serve) -> None:

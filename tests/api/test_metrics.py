@@ -126,7 +126,7 @@ async def test_figures_of_several_engines_have_the_replicas_name(serve: Serve) -
         "cuengine_requests_running[a]": 2, "cuengine_requests_running[b]": 1,
         "cuengine_kv_cache_usage_ratio[a]": 0.25, "cuengine_kv_cache_usage_ratio[b]": 1.0,
         "cuengine_generation_tokens_total[a]": 80, "cuengine_generation_tokens_total[b]": 5,
-        "cuengine_spec_decode_num_accepted_tokens_per_pos_total[a][1]": 3,
+        "cuengine_spec_decode_num_accepted_tokens_per_pos_total[1][a]": 3,
         "cuengine_engine_restarts_total": 4,
     }  # fmt: skip
     assert {name: samples[name] for name in expected} == expected

@@ -29,7 +29,7 @@ class Server:
     def __init__(self, folder: Path, flags: str) -> None:
         command = [sys.executable, "-P", "-m", "cuengine.cli.main", "serve", str(folder)]
         self.process = subprocess.Popen(
-            [*command, *flags.split(), "--kv-cache-memory", "16MB", "--max-model-len", "128"],
+            [*command, "--kv-cache-memory", "16MB", "--max-model-len", "128", *flags.split()],
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             text=True,
@@ -127,7 +127,7 @@ def test_requests_are_answered_while_sighup_replaces_the_replicas_and_sigterm_en
 
 
 def test_an_engine_that_cannot_be_loaded_is_one_line(tiny_chat_model: Path) -> None:
-    server = Server(tiny_chat_model, f"{FLAGS} --num-blocks 2")
+    server = Server(tiny_chat_model, f"{FLAGS} --kv-cache-memory 20KB")
     try:
         server.until(r"cuengine: The replicas do not start: max_model_len=128 needs 8 KV blocks")
         assert server.process.wait(PATIENCE) == 1
