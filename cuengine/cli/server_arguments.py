@@ -177,7 +177,7 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         type=float,
         metavar="CPUS",
         default=1.0,
-        help="what Ray reserves for each engine, beside a GPU (%(default)g)",
+        help="CPUs that Ray reserves for each engine, and on cpu its threads (%(default)g)",
     )
     group.add_argument(
         "--ray-app",

@@ -191,15 +191,15 @@ class ServeStream:
 
 
 def _connect(address: str | None) -> None:
+    address = address or os.environ.get("RAY_ADDRESS")
     try:
-        ray.init(
-            address=address or os.environ.get("RAY_ADDRESS") or "local",
-            logging_level=logging.WARNING,
-            include_dashboard=False if address is None else None,
-        )
+        if address is None:
+            ray.init("local", logging_level=logging.WARNING, include_dashboard=False)
+        else:
+            ray.init(address, logging_level=logging.WARNING)
     except (ConnectionError, ValueError, RuntimeError) as error:
-        where = "here" if address is None else f"at {address}"
-        raise ConfigError(f"Ray cannot be reached {where}: {error}") from error
+        what = "started here" if address is None else f"reached at {address}"
+        raise ConfigError(f"Ray cannot be {what}: {error}") from error
 
 
 def _num_gpus(device: str) -> int:

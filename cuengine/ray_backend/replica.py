@@ -37,6 +37,7 @@ class Replica:
         step_timeout  seconds after which a step is taken for hung; 0: none
         """
         _log(log_levels)
+        _share_cpus()
         self._watchdog = Watchdog()
         self._link = EngineLink()
         try:
@@ -88,6 +89,15 @@ class Replica:
             if self._watchdog.look(busy=self._answers.busy):
                 logger.error("A step takes longer than %g s: the engine hangs", step_timeout)
                 self._link.kill()
+
+
+def _share_cpus() -> None:
+    """An engine on the CPU computes with as many threads as Ray has reserved CPUs for the replica,
+    which Ray says to OpenMP's users alone.
+    """
+    threads = os.environ.get("OMP_NUM_THREADS")
+    if threads is not None:
+        os.environ.setdefault("NUMBA_NUM_THREADS", threads)
 
 
 def _log(levels: Mapping[str, int]) -> None:
