@@ -3,7 +3,7 @@
 Each request runs on one replica, whose answer comes in a stream of its own. A stream that breaks,
 or in which not even a sign of life comes, shows that its replica is gone: what ran there goes on
 elsewhere, with the tokens it has got, as it would have. Which request must not, suspicion.py says:
-suspects run one at a time, beside those that are none.
+suspects run one at a time, beside none but those that have got a token where they run.
 
 Ray places, restarts and adds replicas; whatever is known of them here comes from fleet.py.
 """
@@ -51,6 +51,7 @@ class _Run:
     key      names it in the replica that runs it
     replica  which has taken it
     silent   looks since something was heard
+    proven   it has got a token there
     """
 
     key: str
@@ -60,6 +61,7 @@ class _Run:
     task: asyncio.Task[None] | None = None
     replica: str | None = None
     silent: int = 0
+    proven: bool = False
 
 
 class RayEngine(FrontDesk):
@@ -145,7 +147,8 @@ class RayEngine(FrontDesk):
     # What requests go through.
 
     def _begin(self, flight: Flight) -> None:
-        self._submit(flight)
+        if not self._suspicion.suspects:
+            self._submit(flight)
 
     def _submit(self, flight: Flight) -> None:
         if flight.key is not None or flight.over or self._stopped:
@@ -170,10 +173,13 @@ class RayEngine(FrontDesk):
 
     def _submit_all(self) -> None:
         suspects = self._suspicion.suspects
-        for name in suspects[1:]:
-            self._withdraw(self._flights[name])
-        for name, flight in list(self._flights.items()):
-            if name not in suspects[1:]:
+        if suspects:
+            for run in list(self._runs.values()):
+                if not run.proven and run.flight.request_id != suspects[0]:
+                    self._withdraw(run.flight)
+            self._submit(self._flights[suspects[0]])
+        else:
+            for flight in list(self._flights.values()):
                 self._submit(flight)
 
     def _withdraw(self, flight: Flight) -> None:
@@ -248,6 +254,7 @@ class RayEngine(FrontDesk):
             if run.replica in self._stats:
                 self._stats[run.replica] = told.stats
             for output in told.outputs:
+                run.proven = True
                 run.unfinished.drawn(output.tokens)
                 if run.key in self._runs:
                     output.request_id = flight.request_id
@@ -273,11 +280,12 @@ class RayEngine(FrontDesk):
 
     async def _submit_later(self, flight: Flight) -> None:
         await asyncio.sleep(PAUSE)
-        if flight.request_id not in self._suspicion.suspects[1:]:
+        suspects = self._suspicion.suspects
+        if not suspects or flight.request_id == suspects[0]:
             self._submit(flight)
 
     def _blame(self, names: list[str]) -> None:
-        """A replica died that ran these. Of suspects only one runs at a time: it was alone."""
+        """A replica died with these. A suspect was alone there, but for what had got a token."""
         suspects = set(self._suspicion.suspects)
         alone = [name for name in names if name in suspects]
         others = [name for name in names if name not in suspects]
