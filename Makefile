@@ -41,14 +41,14 @@ lint: .venv/test
 	$(PIP) install -q --no-deps --no-build-isolation --target build/lint .
 	cd build/lint && ../../$(BIN)/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p cuengine
 
-accept: .venv/test .venv/clients
+accept: .venv/test .venv/clients .venv/ray
 	$(BIN)/python bench/accept.py $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(SOURCES) -name __pycache__ -prune -exec rm -rf {} +
 
-.venv/cpu .venv/test .venv/clients: .venv/created pyproject.toml
+.venv/cpu .venv/test .venv/clients .venv/ray: .venv/created pyproject.toml
 	@echo "Installing cuengine[$(@F)] into .venv (a minute or so the first time)"
 	$(PIP) install -q --prefer-binary -e '.[$(@F)]'
 	@touch $@

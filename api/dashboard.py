@@ -17,12 +17,16 @@ async def page(request: web.Request, state: ServerState) -> web.Response:
 
 
 async def events(request: web.Request, state: ServerState) -> web.StreamResponse:
-    """Pictures as server-sent events, at most ten a second, for as long as the client stays."""
+    """Pictures as server-sent events, at most ten a second, for as long as the client stays.
+
+    Of the engine that `replica` in the query names, where there are several.
+    """
+    watchers = state.watchers_of(request.query.get("replica"))
     stream = EventStream(request, state)
     try:
         await stream.open()
         if request.method != "HEAD":
-            async with aclosing(state.watchers.pictures()) as pictures:
+            async with aclosing(watchers.pictures()) as pictures:
                 async for picture in pictures:
                     await stream.write(event(msgspec.Raw(picture)))
         return await stream.finish(b"")

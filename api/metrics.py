@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cuengine.api.engine import ServingEngine
+from cuengine.api.engine import ServingEngine, ServingStats
 from cuengine.outputs import RequestDelta
 
 _FIRST_TOKEN_BUCKETS = (
@@ -175,22 +175,36 @@ class _EngineCollector(Collector):
         self._model_name = model_name
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._engine.stats()
+        replicas = self._engine.replicas()
+        named = ["replica"] if replicas is not None else []
+        engines: list[tuple[list[str], ServingStats]] = [([], self._engine.stats())]
+        if replicas is not None:
+            engines = [([name], stats) for name, stats in sorted(replicas.items())]
         for name, field, text in _GAUGES:
-            yield GaugeMetricFamily(f"cuengine_{name}", text, value=getattr(stats, field))
-        usage = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
-        yield GaugeMetricFamily(
-            "cuengine_kv_cache_usage_ratio", "Share of the KV-cache blocks in use", value=usage
+            gauge = GaugeMetricFamily(f"cuengine_{name}", text, labels=named)
+            for labels, stats in engines:
+                gauge.add_metric(labels, getattr(stats, field))
+            yield gauge
+        usage = GaugeMetricFamily(
+            "cuengine_kv_cache_usage_ratio", "Share of the KV-cache blocks in use", labels=named
         )
+        for labels, stats in engines:
+            share = stats.num_used_blocks / stats.num_blocks if stats.num_blocks else 0.0
+            usage.add_metric(labels, share)
+        yield usage
         for name, field, text in _COUNTERS:
-            yield CounterMetricFamily(f"cuengine_{name}", text, value=getattr(stats, field))
+            counter = CounterMetricFamily(f"cuengine_{name}", text, labels=named)
+            for labels, stats in engines:
+                counter.add_metric(labels, getattr(stats, field))
+            yield counter
         positions = CounterMetricFamily(
             "cuengine_spec_decode_num_accepted_tokens_per_pos",
             "Draft tokens that were right, by their place in the draft",
-            labels=["position"],
+            labels=[*named, "position"],
         )
-        for position, count in enumerate(stats.num_accepted_tokens_per_pos):
-            positions.add_metric([str(position)], count)
+        for labels, stats in engines:
+            for position, count in enumerate(stats.num_accepted_tokens_per_pos):
+                positions.add_metric([*labels, str(position)], count)
         yield positions
         up = not (self._engine.restarting or self._engine.failed)
         yield GaugeMetricFamily(

@@ -37,7 +37,7 @@ class ServerState:
 
     max_prompt_tokens  the context, or less where the operator says so
     limits       how much work is taken on
-    watchers     who looks at the dashboard
+    watchers     who looks at the dashboard's only engine, or its first
     tracing      where spans go, if anywhere
     openapi      the description of all routes, set where they are added
     draining     a signal has come: new requests are refused
@@ -55,6 +55,7 @@ class ServerState:
         )
         self.limits = Limits(settings.max_concurrent_requests, settings.max_queued_requests)
         self.watchers = Watchers(engine, self.metrics, self.model_names[0])
+        self._watchers_of: dict[str, Watchers] = {}
         endpoint = settings.otlp_traces_endpoint
         self.tracing = None if endpoint is None else Tracing(endpoint, self.model_names[0])
         self.openapi: dict[str, Any] = {}
@@ -90,7 +91,25 @@ class ServerState:
     def start_draining(self) -> None:
         """Take no new requests, and show nothing to watchers any more, who would stay for ever."""
         self.draining = True
-        self.watchers.end()
+        for watchers in (self.watchers, *self._watchers_of.values()):
+            watchers.end()
+
+    def watchers_of(self, replica: str | None) -> Watchers:
+        """Of one of several engines; None: of the only one, or the first. Else ApiError 404."""
+        if replica is None:
+            return self.watchers
+        names = sorted(self.engine.replicas() or ())
+        if replica not in names:
+            raise ApiError(
+                404,
+                f"There is no replica {replica!r}, but: {', '.join(names) or 'none with a name'}.",
+                param="replica",
+            )
+        if replica not in self._watchers_of:
+            watched = {name: watchers for name, watchers in self._watchers_of.items() if watchers}
+            new = Watchers(self.engine, self.metrics, self.model_names[0], replica)
+            self._watchers_of = {**watched, replica: new}
+        return self._watchers_of[replica]
 
     def request_started(self) -> None:
         self.in_flight += 1

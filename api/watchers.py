@@ -46,6 +46,7 @@ Status = Literal["running", "restarting", "stopped"]
 class Picture(msgspec.Struct, frozen=True):
     """All that the page shows at a time.
 
+    replica  whose view it is, of `replicas`; None: there is one engine, without a name
     status  restarting: the engine died, and comes back; stopped: it does not
     view    None where there is no engine
     ttft    time to first token of the last requests
@@ -57,12 +58,24 @@ class Picture(msgspec.Struct, frozen=True):
     view: EngineView | None
     ttft: Latency | None
     tpot: Latency | None
+    replica: str | None = None
+    replicas: list[str] | None = None
 
 
 class Watchers:
-    """Those who watch one server."""
+    """Those who watch one engine of a server.
 
-    def __init__(self, engine: ServingEngine, metrics: Metrics, model_name: str) -> None:
+    replica  its name; None: the only one, or the first
+    """
+
+    def __init__(
+        self,
+        engine: ServingEngine,
+        metrics: Metrics,
+        model_name: str,
+        replica: str | None = None,
+    ) -> None:
+        self._replica = replica
         self._engine = engine
         self._metrics = metrics
         self._model_name = model_name
@@ -128,8 +141,11 @@ class Watchers:
     async def _take(self) -> Picture:
         view: EngineView | None = None
         status: Status = "running"
+        replicas = self._engine.replicas()
+        names = None if replicas is None else sorted(replicas)
+        replica = self._replica or (names[0] if names else None)
         try:
-            view = await self._engine.view()
+            view = await self._engine.view(replica)
         except EngineStoppedError:
             status = "restarting" if self._engine.restarting else "stopped"
         return Picture(
@@ -138,6 +154,8 @@ class Watchers:
             view=view,
             ttft=Latency.of(self._metrics.last_first_tokens),
             tpot=Latency.of(self._metrics.last_gaps),
+            replica=replica,
+            replicas=names,
         )
 
     def _work_ended(self, task: asyncio.Task[None]) -> None:

@@ -68,6 +68,10 @@ POINTS: dict[str, tuple[str, tuple[str, ...]]] = {
         "50 streams, the engine's process killed three times: each equal to its undisturbed run",
         ("bench/engine_kills.py",),
     ),
+    "ray": (
+        "a Ray cluster of two nodes: 40 streams outlive a replica and a node; updated under load",
+        (*PYTEST, "tests/many_machines"),
+    ),
     "clients": (
         "what OpenAI's packages, langchain, litellm and schemathesis send and get is right",
         (*PYTEST, "tests/api/clients"),

@@ -1,9 +1,8 @@
 """The engine behind an async interface: it runs in a process of its own, and may die.
 
-Text is made here, where the event loop is: a stop string ends its sample by a message, and what the
-engine drew meanwhile is dropped. So are validation, seeds, and what every sample has got so far.
-With that, when the process dies, another one goes on where it was: the same tokens would have come
-next. Which request must not, suspicion.py says.
+front_desk.py keeps what every request has got so far, text included, and this module sees to the
+process. When it dies, another one goes on where it was: the same tokens would have come next. Which
+request must not, suspicion.py says.
 
 The process is kept by engine_keeper.py, what is known of a request by flights.py. What happens in
 the process is in engine_process.py.
@@ -13,31 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
-import random
 from collections import deque
-from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING
 
-from cuengine.admission import Limits
 from cuengine.config import STEP_TIMEOUT, EngineConfig, check_step_timeout
 from cuengine.engine_keeper import EngineKeeper
 from cuengine.engine_link import EngineLink
 from cuengine.engine_view import EngineView
-from cuengine.errors import (
-    CuengineError,
-    EngineDiedError,
-    EngineStoppedError,
-    RequestError,
-    RequestFailedError,
-)
-from cuengine.flights import Flight, Roster, Stream
-from cuengine.output_processor import OutputProcessor
-from cuengine.outputs import RequestDelta
-from cuengine.sampling_params import RequestParams, SamplingParams
+from cuengine.errors import EngineDiedError, EngineStoppedError, RequestError
+from cuengine.flights import Flight, Roster
+from cuengine.front_desk import FrontDesk
 from cuengine.stats import EngineStats
-from cuengine.suspicion import Suspicion
 from cuengine.text_side import TextSide, load_text_side
 from cuengine.wire import (
     Abort,
@@ -52,16 +37,10 @@ from cuengine.wire import (
     WireError,
 )
 
-if TYPE_CHECKING:
-    from cuengine.model.chat_template import ChatTemplate
-    from cuengine.model.config import ModelConfig
-    from cuengine.model.generation_config import GenerationDefaults
-    from cuengine.model.tokenizer import Tokenizer
-
 logger = logging.getLogger("cuengine")
 
 
-class AsyncEngine:
+class AsyncEngine(FrontDesk):
     """An Engine in a process of its own; all coroutines run on the loop that first awaited one."""
 
     def __init__(
@@ -72,16 +51,7 @@ class AsyncEngine:
         ready: Ready,
         step_timeout: float,
     ) -> None:
-        self.config = config
-        self.model_name: str = text.name
-        self.model_config: ModelConfig = text.model_config
-        self.max_model_len = ready.max_model_len
-        self.tokenizer: Tokenizer | None = text.tokenizer
-        self.chat_template: ChatTemplate | None = text.chat_template
-        self.generation_defaults: GenerationDefaults = text.generation_defaults
-        self._limits = Limits(ready.max_model_len, config.max_num_seqs, ready.vocab_size)
-        self._processor = OutputProcessor(text.tokenizer, self._finish_sample)
-        self._seeds = random.Random(config.seed)
+        super().__init__(config, text, ready)
         # What was promised to requests must hold for each engine that comes after this one.
         lasting = dataclasses.replace(
             config,
@@ -92,20 +62,14 @@ class AsyncEngine:
         )
         self._keeper = EngineKeeper(link, lasting, step_timeout, self)
         self._started = False
-        # Requests with a reader, and whether new ones are taken.
-        self._flights: dict[str, Flight] = {}
         # Who waits for a view, and how many of them the engine has been asked for.
         self._views: deque[asyncio.Future[EngineView]] = deque()
         self._num_looks = 0
-        self._accepting = True
-        self._idle = asyncio.Event()
-        self._idle.set()
-        # What the engine that runs has, what it says of itself, and what speaks against whom.
+        # What the engine that runs has, and what it says of itself.
         self._roster = Roster()
         self._stats = self._earlier_stats = EngineStats(
             num_blocks=ready.num_blocks, num_free_blocks=ready.num_blocks
         )
-        self._suspicion = Suspicion()
 
     @classmethod
     def from_config(
@@ -153,80 +117,17 @@ class AsyncEngine:
             self._started = True
             self._keeper.start()
 
-    async def generate(
-        self,
-        prompt_token_ids: list[int],
-        params: RequestParams,
-        *,
-        request_id: str,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> AsyncGenerator[RequestDelta, None]:
-        """Deltas of one request as they come; the last one is `finished`.
-
-        Closing the generator, or cancelling who waits for it, aborts the request within one step.
-        Raises, with the first delta or later, RequestError for a request that cannot be served,
-        RequestFailedError for one whose grammar cannot be followed to the answer's end,
-        EngineDiedError for one that kills the engine, and EngineStoppedError where the engine has
-        stopped or failed.
-        """
-        await self.start()
-        if not self._accepting or self.failed:
-            raise EngineStoppedError(self._why_stopped())
-        if request_id in self._flights:
-            raise RequestError(f"request_id={request_id!r} is in use", param="request_id")
-        self._processor.check_request(params)
-        self._limits.check(prompt_token_ids, params)
-        num_samples = 1
-        if isinstance(params, SamplingParams):
-            params = self._portable(params)
-            num_samples = params.num_samples
-        stream: Stream = asyncio.Queue()
-        flight = Flight(
-            request_id,
-            prompt_token_ids,
-            params,
-            priority,
-            cache_salt,
-            [[] for _ in range(num_samples)],
-            stream,
-        )
-        self._processor.add_request(request_id, prompt_token_ids, params)
-        self._flights[request_id] = flight
-        self._idle.clear()
-        if not self._suspicion.suspects:
-            self._submit(flight)
-        try:
-            finished = False
-            while not finished:
-                news = await stream.get()
-                if isinstance(news, CuengineError):
-                    raise news
-                finished = news.finished
-                yield news
-        finally:
-            self._withdraw(flight)
-            self._end(flight)
-            del self._flights[request_id]
-            if not self._flights:
-                self._idle.set()
-
-    async def abort(self, request_id: str) -> None:
-        """End a request: its stream gets a last delta with finish_reason "abort"."""
-        flight = self._flights.get(request_id)
-        if flight is not None and not flight.over:
-            delta = self._processor.abort(request_id)
-            assert delta is not None
-            flight.stream.put_nowait(delta)
-            self._withdraw(flight)
-            self._end(flight)
-
     def stats(self) -> EngineStats:
         """As of the last step; totals count from the first engine's start."""
         return self._stats
 
-    async def view(self) -> EngineView:
+    def replicas(self) -> None:
+        """There is one engine."""
+
+    async def view(self, replica: str | None = None) -> EngineView:
         """What is to be seen of the engine between two steps; totals as in `stats`.
+
+        replica  means nothing here
 
         Raises EngineStoppedError where there is no engine: it has stopped, failed, or died.
         """
@@ -237,11 +138,6 @@ class AsyncEngine:
         self._views.append(view)
         self._look()
         return await view
-
-    async def drain(self) -> None:
-        """Take no new requests and wait until the running ones are through."""
-        self._accepting = False
-        await self._idle.wait()
 
     async def stop(self) -> None:
         """End the engine's process; what still runs gets EngineStoppedError."""
@@ -277,21 +173,9 @@ class AsyncEngine:
 
     # What requests go through.
 
-    def _portable(self, params: SamplingParams) -> SamplingParams:
-        """The same for any engine: with a seed, and with a schema that msgpack can carry.
-
-        Raises RequestError for a schema that is no JSON.
-        """
-        if params.seed is None:
-            params = dataclasses.replace(params, seed=self._seeds.getrandbits(64))
-        wanted = params.structured_outputs
-        if wanted is not None:
-            wanted.key()
-            if isinstance(wanted.json, dict):
-                # Its numbers may be of any size.
-                wanted = dataclasses.replace(wanted, json=json.dumps(wanted.json))
-                params = dataclasses.replace(params, structured_outputs=wanted)
-        return params
+    def _begin(self, flight: Flight) -> None:
+        if not self._suspicion.suspects:
+            self._submit(flight)
 
     def _submit(self, flight: Flight) -> None:
         """Hand a request over to the engine; while there is none it waits."""
@@ -311,25 +195,8 @@ class AsyncEngine:
             self._keeper.send(Abort(flight.key))
             self._roster.take_off(flight)
 
-    def _end(self, flight: Flight) -> None:
-        """Nothing more will come of a request, which the engine does not have any more."""
-        if not flight.over:
-            flight.over = True
-            self._roster.take_off(flight)
-            self._processor.abort(flight.request_id)
-            self._clear(flight)
-
-    def _fail(self, flight: Flight, error: CuengineError) -> None:
-        if not flight.over:
-            flight.stream.put_nowait(error)
-            self._end(flight)
-
-    def _clear(self, flight: Flight) -> None:
-        """A request has got a token, or is over: if it ran alone, it is another one's turn."""
-        suspects = self._suspicion.suspects
-        self._suspicion.clear(flight.request_id)
-        if flight.request_id in suspects:
-            self._submit_all()
+    def _take_off(self, flight: Flight) -> None:
+        self._roster.take_off(flight)
 
     def _submit_all(self) -> None:
         """See to it that all requests run, or if there are suspects, the first of them alone."""
@@ -343,12 +210,9 @@ class AsyncEngine:
             for flight in list(self._flights.values()):
                 self._submit(flight)
 
-    def _finish_sample(self, request_id: str, index: int) -> None:
-        """Its text has come to a stop string."""
-        flight = self._flights[request_id]
-        flight.outputs[index] = None
-        if flight.key is not None:
-            self._keeper.send(FinishSample(flight.key, index))
+    def _send_finish(self, flight: Flight, index: int) -> None:
+        assert flight.key is not None
+        self._keeper.send(FinishSample(flight.key, index))
 
     # What the keeper calls.
 
@@ -380,23 +244,10 @@ class AsyncEngine:
         outputs = []
         for output in news.outputs:
             flight = self._roster.find(output.request_id)
-            failed = next((one for one in output.tokens if one.finish_reason == "error"), None)
-            if flight is not None and failed is not None:
-                logger.warning("Request %s fails: %s", flight.request_id, failed.stop_reason)
-                self._withdraw(flight)
-                self._fail(flight, RequestFailedError(str(failed.stop_reason)))
-            elif flight is not None:
+            if flight is not None:
                 output.request_id = flight.request_id
-                flight.record(output)
                 outputs.append(output)
-        for delta in self._processor.process(outputs):
-            flight = self._flights[delta.request_id]
-            flight.stream.put_nowait(delta)
-            if delta.finished:
-                self._end(flight)
-        if self._suspicion:
-            for output in outputs:
-                self._clear(self._flights[output.request_id])
+        self._deliver(outputs)
 
     def _on_seen(self, view: EngineView) -> None:
         def name(key: str) -> str:

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from typing import cast
 
 from cuengine.child_process import ChildProcess
 from cuengine.config import EngineConfig
@@ -139,8 +140,8 @@ class _Protocol(asyncio.Protocol):
         self._on_lost = on_lost
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._link._transport = transport
+        # (No isinstance: uvloop, which Ray runs replicas on, has classes of its own.)
+        self._link._transport = cast(asyncio.Transport, transport)
         self._link.attached = True
         self.data_received(b"")
 

@@ -5,6 +5,7 @@ Latencies (TTFT, TPOT) are observed where the tokens are handed out, not here.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 
@@ -73,6 +74,25 @@ class EngineStats:
             **totals,
         )
 
+
+def combined(engines: Iterable[EngineStats]) -> EngineStats:
+    """Of several engines, as if they were one."""
+    sums = EngineStats()
+    for stats in engines:
+        gauges = {name: getattr(stats, name) + getattr(sums, name) for name in GAUGES}
+        sums = replace(stats.following(sums), **gauges)
+    return sums
+
+
+GAUGES = (
+    "num_running",
+    "num_waiting",
+    "num_blocks",
+    "num_free_blocks",
+    "num_used_blocks",
+    "num_cached_blocks",
+)
+"""Names of the figures of the moment that can be added up."""
 
 TOTALS = (
     "prefix_queries",

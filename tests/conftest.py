@@ -37,6 +37,7 @@ MAY_SKIP = (
     "needs torch",
     "needs transformers",
     "needs the package langchain-openai",  # of the extra `clients`, for `make accept`
+    "needs the package ray",  # of the extra `ray`, for `make accept`
 )
 """How the reasons begin with which a test may be skipped even in CI (CUENGINE_MUST_RUN=1)."""
 

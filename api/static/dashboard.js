@@ -36,13 +36,15 @@ let paused = false;
 let due = false; // the last picture is about to be drawn
 let samples = []; // {time, tokens} of the last seconds
 let rates = [];
+let replica = null; // which of several engines is shown; null: the first
+let following = new AbortController();
 
 // --- following the server -------------------------------------------------------------------
 
 async function follow() {
   for (;;) {
     if (document.hidden) await once(document, "visibilitychange");
-    const controller = new AbortController();
+    const controller = (following = new AbortController());
     const onHidden = () => document.hidden && controller.abort(); // nobody looks: nothing is computed
     document.addEventListener("visibilitychange", onHidden);
     try {
@@ -52,20 +54,27 @@ async function follow() {
     } finally {
       document.removeEventListener("visibilitychange", onHidden);
     }
-    if (!document.hidden) await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
+    if (!document.hidden && !controller.signal.aborted) await new Promise((resolve) => setTimeout(resolve, RETRY_MS));
   }
 }
 
 async function followOnce(signal) {
-  const response = await fetch("dashboard/events", { headers: authorization(), signal });
+  const query = replica ? `?${new URLSearchParams({ replica })}` : "";
+  const response = await fetch(`dashboard/events${query}`, { headers: authorization(), signal });
+  if (response.status === 404 && replica) {
+    replica = null; // it is gone
+    return;
+  }
   if (response.status === 401) {
     await askForKey(await errorText(response));
     return;
   }
   if (!response.ok) throw new Error(await errorText(response));
   for await (const news of events(response.body)) {
+    if (news.replica !== latest?.replica) samples = [];
     samples = news.view ? [...samples, sample(news.view)].slice(-100) : [];
     latest = news;
+    showChoice(news);
     showSoon();
   }
   setState("lost", "connection lost");
@@ -109,6 +118,18 @@ function show(news) {
   showQueue(view);
   $("tables-empty").hidden = pool.sequences.length > 0;
   drawSequences();
+}
+
+function showChoice(news) {
+  const names = news.replicas ?? [];
+  $("choice").hidden = names.length === 0;
+  const shown = [...$("replica").options].map((option) => option.value);
+  if (names.join() !== shown.join()) $("replica").replaceChildren(...names.map((name) => new Option(name)));
+  $("replica").value = news.replica;
+  if (replica && !names.includes(replica)) {
+    replica = null; // it is gone
+    following.abort();
+  }
 }
 
 function drawSequences() {
@@ -336,6 +357,10 @@ $("pause").addEventListener("click", () => {
   $("pause").setAttribute("aria-pressed", String(paused));
   $("pause").textContent = paused ? "Go on" : "Pause";
   if (latest) showSoon();
+});
+$("replica").addEventListener("change", () => {
+  replica = $("replica").value;
+  following.abort();
 });
 $("ask").addEventListener("submit", (event) => event.preventDefault());
 document.addEventListener("keydown", (event) => {

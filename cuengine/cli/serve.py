@@ -8,24 +8,34 @@ import os
 import signal
 import sys
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from cuengine.api.settings import ServerSettings
 from cuengine.cli.arguments import UsageError, engine_config
-from cuengine.cli.start import build_engine
+from cuengine.cli.start import build_engine, build_ray_engine
 from cuengine.config import check_step_timeout
 from cuengine.errors import ConfigError
+from cuengine.ray_backend.settings import RaySettings
+
+if TYPE_CHECKING:
+    from cuengine.api.engine import ServingEngine
 
 
 def run(args: argparse.Namespace) -> int:
     settings = _settings(args)
     config = engine_config(args)
+    replicas = _replicas(args)
 
     from cuengine.api.server import listen, run_server
 
     signal.signal(signal.SIGTERM, _end_while_loading)
     listening = listen(settings)  # an address in use shows now, not after the model is loaded
     try:
-        name, engine = build_engine(config, step_timeout=args.step_timeout)
+        engine: ServingEngine
+        if replicas is None:
+            name, engine = build_engine(config, step_timeout=args.step_timeout)
+        else:
+            name, engine = build_ray_engine(config, replicas, step_timeout=args.step_timeout)
         if not settings.served_model_names:
             settings = dataclasses.replace(settings, served_model_names=(name,))
         run_server(engine, settings, listening)
@@ -66,6 +76,31 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
             drain_timeout=args.drain_timeout,
             access_log=args.access_log,
             otlp_traces_endpoint=args.otlp_traces_endpoint,
+        )
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
+
+
+def _replicas(args: argparse.Namespace) -> RaySettings | None:
+    """None: one engine, without Ray."""
+    if args.data_parallel_backend is None:
+        flags = ("max_data_parallel_size", "ray_address", "ray_app")
+        given = [name for name in flags if getattr(args, name) is not None]
+        if args.data_parallel_size != 1:
+            given.insert(0, "data_parallel_size")
+        if given:
+            flag = f"--{given[0].replace('_', '-')} {getattr(args, given[0])}"
+            raise UsageError(f"{flag} needs --data-parallel-backend ray")
+        return None
+    try:
+        return RaySettings(
+            replicas=args.data_parallel_size,
+            max_replicas=args.max_data_parallel_size or 0,
+            address=args.ray_address,
+            cpus=args.ray_replica_cpus,
+            app=args.ray_app,
+            prefix_margin=args.ray_prefix_margin,
+            drain_timeout=args.drain_timeout,
         )
     except ConfigError as error:
         raise UsageError(str(error)) from error

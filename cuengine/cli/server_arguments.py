@@ -7,6 +7,7 @@ import argparse
 from cuengine.api.settings import TOOL_CALL_FORMATS, ServerSettings
 from cuengine.cli.values import memory_size, port, text
 from cuengine.config import STEP_TIMEOUT
+from cuengine.ray_backend.settings import PREFIX_MARGIN
 
 _DEFAULT = ServerSettings()
 
@@ -20,6 +21,7 @@ def add_server(parser: argparse.ArgumentParser) -> None:
     _add_address(parser.add_argument_group("address"))
     _add_access(parser.add_argument_group("access"))
     _add_limits(parser.add_argument_group("limits"))
+    _add_replicas(parser.add_argument_group("many engines"))
     _add_log(parser.add_argument_group("log"))
 
 
@@ -142,6 +144,54 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         default=_DEFAULT.drain_timeout,
         metavar="SECONDS",
         help="what running requests are given to end after SIGTERM (%(default)g)",
+    )
+
+
+def _add_replicas(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--data-parallel-size",
+        type=int,
+        metavar="N",
+        default=1,
+        help="engines that answer side by side, each with the whole model (%(default)s)",
+    )
+    group.add_argument(
+        "--data-parallel-backend",
+        choices=("ray",),
+        help="who runs them, on this machine and others; needs the extra ray (default: one engine, "
+        "without)",
+    )
+    group.add_argument(
+        "--max-data-parallel-size",
+        type=int,
+        metavar="N",
+        help="Ray may add engines up to this many while they are busy (default: none)",
+    )
+    group.add_argument(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="of a Ray cluster, or auto (default: $RAY_ADDRESS, else Ray is started here)",
+    )
+    group.add_argument(
+        "--ray-replica-cpus",
+        type=float,
+        metavar="CPUS",
+        default=1.0,
+        help="CPUs that Ray reserves for each engine, and on cpu its threads (%(default)g)",
+    )
+    group.add_argument(
+        "--ray-app",
+        metavar="NAME",
+        help="the engines' application in Ray Serve, which stays when the server ends, and which "
+        "another server with this name updates and uses, too (default: one of its own)",
+    )
+    group.add_argument(
+        "--ray-prefix-margin",
+        type=float,
+        metavar="REQUESTS",
+        default=PREFIX_MARGIN,
+        help="more than another engine has, and one still gets a request whose whole prompt it "
+        "knows (%(default)g)",
     )
 
 

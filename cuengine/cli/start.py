@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cuengine.config import EngineConfig
+from cuengine.errors import ConfigError
 
 if TYPE_CHECKING:
     from cuengine.async_engine import AsyncEngine
+    from cuengine.ray_backend.client import RayEngine
+    from cuengine.ray_backend.settings import RaySettings
 
 logger = logging.getLogger(__name__)
 
@@ -41,4 +44,25 @@ def build_engine(config: EngineConfig, **settings: float) -> tuple[str, AsyncEng
     from cuengine.async_engine import AsyncEngine
 
     engine = AsyncEngine.from_config(config, **settings)
+    return engine.model_name, engine
+
+
+def build_ray_engine(
+    config: EngineConfig, settings: RaySettings, *, step_timeout: float
+) -> tuple[str, RayEngine]:
+    """The same with engines on a Ray cluster; SIGHUP replaces them, one after the other.
+
+    Raises ModelError, and ConfigError where there is no Ray, too.
+    """
+    try:
+        from cuengine.ray_backend.start import start_ray_engine
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "ray":
+            raise
+        raise ConfigError(
+            "--data-parallel-backend ray needs Ray: pip install 'cuengine[ray]', here and on every "
+            "machine of the cluster"
+        ) from error
+
+    engine = start_ray_engine(config, settings, step_timeout=step_timeout)
     return engine.model_name, engine

@@ -97,6 +97,7 @@ class FakeEngine:
     hold      where set, no step happens until it is released; "first": only the first ones wait
     delay     seconds a step takes
     error     raised instead of the step with the number `error_at`
+    figures_of  of several engines, by name
     seen      what a view of it is; None: an empty pool of eight blocks
     context   prompt and output may be so long
     """
@@ -118,8 +119,10 @@ class FakeEngine:
     chat_template: FakeTemplate | None = field(default_factory=FakeTemplate)
     generation_defaults: FakeDefaults = field(default_factory=FakeDefaults)
     figures: EngineStats = field(default_factory=EngineStats)
+    figures_of: dict[str, EngineStats] | None = None
     seen: EngineView | None = None
     views: int = 0
+    viewed: str | None = None
 
     def __post_init__(self) -> None:
         self.config = EngineConfig(model="fake-model")
@@ -136,8 +139,12 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         return self.figures
 
-    async def view(self) -> EngineView:
+    def replicas(self) -> dict[str, EngineStats] | None:
+        return self.figures_of
+
+    async def view(self, replica: str | None = None) -> EngineView:
         self.views += 1
+        self.viewed = replica
         await self._news()
         if self.stopped:
             raise EngineStoppedError("the engine has stopped")

@@ -39,8 +39,8 @@ class Watcher:
 
 
 @asynccontextmanager
-async def watching(served: Served, **headers: str) -> AsyncIterator[Watcher]:
-    url = served.server.url + EVENTS
+async def watching(served: Served, query: str = "", **headers: str) -> AsyncIterator[Watcher]:
+    url = served.server.url + EVENTS + query
     async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as answer:
         assert answer.status == 200
         assert answer.content_type == "text/event-stream"
@@ -246,3 +246,36 @@ async def test_head_asks_for_no_stream(serve: Serve) -> None:
         assert answer.status == 200
         assert answer.content_type == "text/event-stream"
     assert served.engine.views == 0
+
+
+async def test_of_several_engines_the_one_that_is_named_is_shown_else_the_first(
+    serve: Serve,
+) -> None:
+    engine = FakeEngine(figures_of={"b": EngineStats(), "a": EngineStats()})
+    served = await serve(engine)
+    for query, shown in (("", "a"), ("?replica=b", "b"), ("?replica=a", "a")):
+        async with watching(served, query) as watcher:
+            picture = await watcher.next()
+        assert picture is not None
+        assert (picture["replica"], picture["replicas"]) == (shown, ["a", "b"])
+        assert engine.viewed == shown
+
+
+async def test_a_replica_that_is_not_there_is_answered_with_those_that_are(serve: Serve) -> None:
+    served = await serve(FakeEngine(figures_of={"b": EngineStats(), "a": EngineStats()}))
+    status, answer = await served.get(EVENTS + "?replica=c")
+    assert status == 404
+    assert "'c', but: a, b" in answer["error"]["message"]
+    served = await serve(FakeEngine())
+    status, answer = await served.get(EVENTS + "?replica=c")
+    assert status == 404
+    assert "none with a name" in answer["error"]["message"]
+
+
+async def test_watchers_of_a_replica_do_not_keep_the_server_from_draining(serve: Serve) -> None:
+    served = await serve(FakeEngine(figures_of={"a": EngineStats()}))
+    async with watching(served, "?replica=a") as watcher:
+        assert await watcher.next() is not None
+        async with asyncio.timeout(10):
+            await served.server.drain()
+        assert await watcher.next() is None

@@ -84,7 +84,7 @@ class Live(FakeEngine):
     def stats(self) -> EngineStats:
         return self.real.stats()
 
-    async def view(self) -> EngineView:
+    async def view(self, replica: str | None = None) -> EngineView:
         self.views += 1
         await self._news()
         return self.real.view()
@@ -349,3 +349,28 @@ async def test_a_large_pool_is_drawn_whole(serve: Serve, browser: Browser) -> No
         assert [drawn[hue] for hue in colours["hues"]] == [4000] * 8
         await expect(page.locator("#rows li")).to_have_count(64)
         await keep_picture(page, "dashboard-large")
+
+
+async def test_of_several_engines_one_is_chosen_from_a_list_and_another_shown_when_it_is_gone(
+    browser: Browser, serve: Serve
+) -> None:
+    engine = FakeEngine(figures_of={name: EngineStats() for name in ("one", "two")})
+    served = await serve(engine)
+    async with open_page(browser, served.server.url + "/dashboard") as page:
+        choice = page.get_by_label("Replica")
+        await expect(choice).to_have_value("one")
+        await choice.select_option("two")
+        await engine.until(lambda: engine.viewed == "two")
+        await expect(choice).to_have_value("two")
+        engine.figures_of = {"one": EngineStats()}
+        engine.figures = EngineStats(num_steps=1)
+        await expect(choice).to_have_value("one")
+
+
+async def test_there_is_nothing_to_choose_where_there_is_one_engine(
+    browser: Browser, serve: Serve
+) -> None:
+    served = await serve(FakeEngine())
+    async with open_page(browser, served.server.url + "/dashboard") as page:
+        await expect(page.locator("#state")).to_have_text("live")
+        await expect(page.get_by_label("Replica")).to_be_hidden()

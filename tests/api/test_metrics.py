@@ -112,3 +112,30 @@ async def test_two_servers_in_one_process_count_apart(serve: Serve) -> None:
     one, two = await serve(), await serve()
     await one.post("/v1/completions", {"prompt": "a"})
     assert (await _samples(two))["cuengine_e2e_request_latency_seconds_count"] == 0
+
+
+async def test_figures_of_several_engines_have_the_replicas_name(serve: Serve) -> None:
+    one = EngineStats(
+        num_running=2, num_blocks=40, num_used_blocks=10, generation_tokens=80, num_drafts=3,
+        num_accepted_tokens_per_pos=(9, 3),
+    )  # fmt: skip
+    other = EngineStats(num_running=1, num_blocks=20, num_used_blocks=20, generation_tokens=5)
+    engine = FakeEngine(figures_of={"b": other, "a": one}, num_restarts=4)
+    samples = await _samples(await serve(engine))
+    expected = {
+        "cuengine_requests_running[a]": 2, "cuengine_requests_running[b]": 1,
+        "cuengine_kv_cache_usage_ratio[a]": 0.25, "cuengine_kv_cache_usage_ratio[b]": 1.0,
+        "cuengine_generation_tokens_total[a]": 80, "cuengine_generation_tokens_total[b]": 5,
+        "cuengine_spec_decode_num_accepted_tokens_per_pos_total[1][a]": 3,
+        "cuengine_engine_restarts_total": 4,
+    }  # fmt: skip
+    assert {name: samples[name] for name in expected} == expected
+    assert "cuengine_requests_running" not in samples
+
+
+async def test_one_engine_and_several_export_the_same_names(serve: Serve) -> None:
+    alone = await _samples(await serve(FakeEngine()))
+    several = await _samples(await serve(FakeEngine(figures_of={"a": EngineStats()})))
+    assert {name.partition("[")[0] for name in alone} == {
+        name.partition("[")[0] for name in several
+    }

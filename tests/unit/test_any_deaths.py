@@ -9,71 +9,23 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from checksum_model import ChecksumModel, assert_whole, expected_output, make_engine
+from checksum_model import assert_whole, make_engine
+from deadly_requests import POISON, Deadly, Death, Job, Reader, jobs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuengine.async_engine import AsyncEngine
-from cuengine.batch import Batch, PendingOutput, SamplingBatch
 from cuengine.config import EngineConfig
-from cuengine.engine import Engine, Runner
+from cuengine.engine import Engine
 from cuengine.engine_process import Loop
-from cuengine.errors import EngineDiedError
 from cuengine.sampling_params import SamplingParams
 from cuengine.text_side import TextSide
 from cuengine.wire import Command, FrameReader, Message, Ready, Report, frame
 
-POISON = 3
-"""As the first token of a prompt it kills the engine that computes it."""
-
 CONFIG = EngineConfig(model="m")
-
-
-@dataclass
-class Job:
-    prompt: list[int]
-    params: SamplingParams
-
-    @property
-    def kills(self) -> bool:
-        return self.prompt[0] == POISON
-
-
-@st.composite
-def jobs(draw: st.DrawFn) -> Job:
-    prompt = draw(st.lists(st.integers(1, 2), min_size=1, max_size=20))
-    if draw(st.integers(0, 4)) == 0:
-        prompt[0] = POISON
-    return Job(
-        prompt,
-        SamplingParams(
-            n=draw(st.sampled_from([1, 1, 2])),
-            seed=draw(st.integers(0, 3)),
-            max_tokens=draw(st.integers(1, 12)),
-            ignore_eos=draw(st.booleans()),
-        ),
-    )
-
-
-class Death(Exception):
-    pass
-
-
-class Deadly:
-    """A runner that dies of POISON."""
-
-    def __init__(self, inner: ChecksumModel) -> None:
-        self.inner: Runner = inner
-        self.overlaps, self.range = inner.overlaps, inner.range
-
-    def run(self, batch: Batch, sampling: SamplingBatch) -> PendingOutput:
-        if ((batch.positions == 0) & (batch.token_ids == POISON)).any():
-            raise Death
-        return self.inner.run(batch, sampling)
 
 
 class World:
@@ -160,33 +112,6 @@ class _Connection:
         self._reports += FrameReader[Message](Report).feed(frame(report))
 
 
-class Reader:
-    """Listens to one stream; `died` where it was refused."""
-
-    def __init__(self, world: World, name: str, job: Job) -> None:
-        self.name, self.job = name, job
-        self.tokens: dict[int, list[int]] = {i: [] for i in range(job.params.n)}
-        self.aborted = self.died = False
-        self.task = asyncio.create_task(self._listen(world))
-
-    async def _listen(self, world: World) -> None:
-        job = self.job
-        stream = world.async_engine.generate(job.prompt, job.params, request_id=self.name)
-        try:
-            async for delta in stream:
-                for sample in delta.sequences:
-                    self.tokens[sample.index] += sample.token_ids
-        except EngineDiedError:
-            self.died = True
-        finally:
-            await stream.aclose()
-
-    def check(self) -> None:
-        for index, tokens in self.tokens.items():
-            expected = expected_output(self.job.prompt, self.job.params, index)
-            assert tokens == (expected[: len(tokens)] if self.aborted or self.died else expected)
-
-
 OPS = st.one_of(
     st.tuples(st.just("submit"), jobs()),
     st.tuples(st.sampled_from(["leave", "abort"]), st.integers(0, 8)),
@@ -200,7 +125,7 @@ async def play(world: World, ops: list[tuple[str, Any]]) -> list[Reader]:
     for name, value in ops:
         match name:
             case "submit":
-                readers.append(Reader(world, f"r{len(readers)}", value))
+                readers.append(Reader(world.async_engine, f"r{len(readers)}", value))
             case "leave" | "abort" if value < len(readers):
                 reader = readers[value]
                 if not reader.task.done():

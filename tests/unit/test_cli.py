@@ -138,6 +138,18 @@ def test_a_flag_beats_the_model_s_own_defaults_and_those_beat_ours() -> None:
         ("serve --max-num-seqs 0", "--max-num-seqs 0 is not a whole number from 1 to 2147483647"),
         ("serve --device tpu", "invalid choice: 'tpu'"),
         ("serve --mod x", "unrecognized arguments: --mod"),
+        (
+            "serve --data-parallel-size 2",
+            "--data-parallel-size 2 needs --data-parallel-backend ray",
+        ),
+        ("serve --ray-address auto", "--ray-address auto needs --data-parallel-backend ray"),
+        ("serve --data-parallel-backend mp", "invalid choice: 'mp'"),
+        ("serve --data-parallel-backend ray --data-parallel-size 0", "data_parallel_size=0"),
+        (
+            "serve --data-parallel-backend ray --data-parallel-size 3 --max-data-parallel-size 2",
+            "max_data_parallel_size=2 is less than data_parallel_size=3",
+        ),
+        ("serve --data-parallel-backend ray --ray-replica-cpus -1", "ray_replica_cpus=-1.0"),
         ("generate", "required: -p/--prompt"),
         ("generate -p x --temperature -1", ": --temperature -1 is not a number from 0 to 100"),
         ("generate -p x --max-tokens 0", ": --max-tokens 0 is not an integer from 1 to"),
@@ -517,6 +529,14 @@ async def test_a_message_that_is_refused_is_forgotten() -> None:
         await chat.answer("b" * 200)
     await chat.answer("c")
     assert engine.prompts[-1] == "u:a;a:ok;u:c;"
+
+
+def test_without_ray_its_backend_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main(["serve", "--port", "0", "--data-parallel-backend", "ray"]) == 1
+    assert "pip install 'cuengine[ray]'" in capsys.readouterr().err
 
 
 def test_a_model_after_a_flag_that_may_be_repeated_is_the_model() -> None:

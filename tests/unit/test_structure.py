@@ -23,6 +23,7 @@ ASSEMBLY = {
     "cuengine.text_side",
     "cuengine.llm",
     "cuengine.async_engine",
+    "cuengine.front_desk",
 }
 """Modules in cuengine/ that put the parts together and so know models; all others are core."""
 
@@ -185,7 +186,13 @@ def test_tests_import_torch_and_transformers_only_where_marked_reference():
 def test_every_third_party_import_is_a_declared_dependency():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    required = [*project["dependencies"], *extras["cpu"], *extras["cuda12"], *extras["otel"]]
+    required = [
+        *project["dependencies"],
+        *extras["cpu"],
+        *extras["cuda12"],
+        *extras["otel"],
+        *extras["ray"],
+    ]
     names = [re.split(r"[<>=\[;]", line)[0].strip() for line in required]
     declared = {name.removesuffix("-cuda12x").replace("-", "_") for name in names}
     # Distributions of one namespace package, opentelemetry.
@@ -261,3 +268,18 @@ def test_importing_the_core_loads_no_model_server_or_compiler():
     unwanted = (*unwanted, "llguidance")
     assert not [name for name in loaded if within(name, *unwanted)]
     assert "cuengine.scheduler" in loaded
+
+
+def test_ray_is_imported_by_three_modules_that_nobody_imports_before_it_is_asked_for():
+    with_ray = {f"cuengine.ray_backend.{name}" for name in ("deployment", "replica", "router")}
+    assert not offences([name for name in modules() if name not in with_ray], "ray")
+    loaded = loaded_by(
+        "import cuengine.cli.serve, cuengine.cli.arguments, cuengine.api.server\n"
+        "import cuengine.ray_backend.client, cuengine.ray_backend.answers\n"
+        "cuengine.cli.arguments.build_parser()"
+    )
+    assert not [name for name in loaded if within(name, "ray", *with_ray)]
+
+
+def test_the_core_does_not_know_the_ray_backend():
+    assert not offences(core(), "cuengine.ray_backend")

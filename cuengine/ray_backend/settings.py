@@ -1,0 +1,46 @@
+"""How many replicas there are to be, where, and with what. Imports no Ray."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cuengine.errors import ConfigError
+
+PREFIX_MARGIN = 8.0
+
+
+@dataclass(slots=True, kw_only=True)
+class RaySettings:
+    """replicas       engines that run, or the least if Ray may add some
+    max_replicas   the most; 0: as many as `replicas`
+    address        of a Ray cluster, as ray.init has it; None: $RAY_ADDRESS, else one started here
+    cpus           what Ray reserves for a replica; on cpu also the threads it computes with
+    app            name of the Ray Serve application, which then stays when the server ends, and is
+                   updated by the next one; None: one of this server's own
+    prefix_margin  requests by which a replica may be busier than another and still get one whose
+                   whole prompt it has
+    drain_timeout  seconds that a replica is given to end what it runs when another takes its place
+
+    Raises ConfigError.
+    """
+
+    replicas: int = 1
+    max_replicas: int = 0
+    address: str | None = None
+    cpus: float = 1.0
+    app: str | None = None
+    prefix_margin: float = PREFIX_MARGIN
+    drain_timeout: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError(f"data_parallel_size={self.replicas} is not 1 or more")
+        if self.max_replicas and self.max_replicas < self.replicas:
+            raise ConfigError(
+                f"max_data_parallel_size={self.max_replicas} is less than "
+                f"data_parallel_size={self.replicas}"
+            )
+        if not 0 <= self.cpus < float("inf"):
+            raise ConfigError(f"ray_replica_cpus={self.cpus} is not a number of CPUs, 0 or more")
+        if not 0 <= self.prefix_margin < float("inf"):
+            raise ConfigError(f"ray_prefix_margin={self.prefix_margin} is not 0 or more")

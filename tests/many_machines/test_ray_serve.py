@@ -1,0 +1,136 @@
+"""`cuengine serve` with engines on Ray: two replicas, an update by SIGHUP under load, the end."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_control import PATIENCE
+
+pytest.importorskip("ray", reason="needs the package ray, of the extra `ray`")
+
+pytestmark = pytest.mark.accept
+
+FLAGS = "--port 0 --data-parallel-size 2 --data-parallel-backend ray --ray-replica-cpus 0.4"
+
+
+class Server:
+    """The command, and what it logs."""
+
+    def __init__(self, folder: Path, flags: str) -> None:
+        command = [sys.executable, "-P", "-m", "cuengine.cli.main", "serve", str(folder)]
+        self.process = subprocess.Popen(
+            [*command, "--kv-cache-memory", "16MB", "--max-model-len", "128", *flags.split()],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            text=True,
+        )
+        self.log: list[str] = []
+        self._news = threading.Condition()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            with self._news:
+                self.log.append(line)
+                self._news.notify_all()
+        with self._news:
+            self.log.append("(the end)")
+            self._news.notify_all()
+
+    def until(self, pattern: str) -> re.Match[str]:
+        def found() -> re.Match[str] | None:
+            ended = "(the end)" in self.log
+            match = re.search(pattern, "".join(self.log))
+            assert match or not ended, "".join(self.log)
+            return match
+
+        with self._news:
+            match = self._news.wait_for(found, timeout=PATIENCE)
+        assert match, f"no {pattern!r} in:\n{''.join(self.log)}"
+        return match
+
+
+def ask(url: str, path: str, body: dict[str, Any] | None = None) -> str:
+    data = None if body is None else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url + path, data, headers)
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        text: str = answer.read().decode()
+        return text
+
+
+@pytest.fixture
+def server(tiny_chat_model: Path) -> Iterator[Server]:
+    server = Server(tiny_chat_model, FLAGS)
+    yield server
+    server.process.kill()
+    server.process.wait()
+
+
+def replicas(url: str) -> set[str]:
+    metrics = ask(url, "/metrics")
+    return set(re.findall(r'^cuengine_requests_running\{replica="(\w+)"\}', metrics, re.MULTILINE))
+
+
+def test_requests_are_answered_while_sighup_replaces_the_replicas_and_sigterm_ends_all(
+    server: Server,
+) -> None:
+    url = server.until(r"Serving .* at (http://\S+)")[1]
+    wanted = {"prompt": "abc", "max_tokens": 20, "temperature": 0, "ignore_eos": True}
+    expected = json.loads(ask(url, "/v1/completions", wanted))["choices"]
+    answered = 0
+    errors: list[Exception] = []
+    done = threading.Event()
+
+    def load() -> None:
+        nonlocal answered
+        while not done.is_set():
+            try:
+                answer = json.loads(ask(url, "/v1/completions", wanted))
+                assert answer["choices"] == expected
+                answered += 1
+            except Exception as error:
+                errors.append(error)
+                return
+
+    threads = [threading.Thread(target=load) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    old: set[str] = set()
+    while len(old) < 2:
+        old = replicas(url)
+    server.process.send_signal(signal.SIGHUP)
+    server.until("All replicas have been replaced")
+    new = old
+    while old & new or len(new) < 2:
+        new = replicas(url)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert json.loads(ask(url, "/health"))["status"] == "ok"
+    print(f"\n{answered} requests answered over HTTP while SIGHUP replaced both replicas")
+    server.process.terminate()
+    assert server.process.wait(PATIENCE) == 0
+    assert "Stopped" in "".join(server.log)
+
+
+def test_an_engine_that_cannot_be_loaded_is_one_line(tiny_chat_model: Path) -> None:
+    server = Server(tiny_chat_model, f"{FLAGS} --kv-cache-memory 20KB")
+    try:
+        server.until(r"cuengine: The replicas do not start: max_model_len=128 needs 8 KV blocks")
+        assert server.process.wait(PATIENCE) == 1
+    finally:
+        server.process.kill()
+        server.process.wait()
