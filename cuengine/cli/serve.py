@@ -83,6 +83,18 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
 
 def _replicas(args: argparse.Namespace) -> RaySettings | None:
     """None: one engine, without Ray."""
+    try:
+        settings = RaySettings(
+            replicas=args.data_parallel_size,
+            max_replicas=args.max_data_parallel_size,
+            address=args.ray_address,
+            cpus=args.ray_replica_cpus,
+            app=args.ray_app,
+            prefix_margin=args.ray_prefix_margin,
+            drain_timeout=args.drain_timeout,
+        )
+    except ConfigError as error:
+        raise UsageError(str(error)) from error
     if args.data_parallel_backend is None:
         flags = ("max_data_parallel_size", "ray_address", "ray_app")
         given = [name for name in flags if getattr(args, name) is not None]
@@ -92,15 +104,4 @@ def _replicas(args: argparse.Namespace) -> RaySettings | None:
             flag = f"--{given[0].replace('_', '-')} {getattr(args, given[0])}"
             raise UsageError(f"{flag} needs --data-parallel-backend ray")
         return None
-    try:
-        return RaySettings(
-            replicas=args.data_parallel_size,
-            max_replicas=args.max_data_parallel_size or 0,
-            address=args.ray_address,
-            cpus=args.ray_replica_cpus,
-            app=args.ray_app,
-            prefix_margin=args.ray_prefix_margin,
-            drain_timeout=args.drain_timeout,
-        )
-    except ConfigError as error:
-        raise UsageError(str(error)) from error
+    return settings

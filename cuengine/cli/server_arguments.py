@@ -169,6 +169,7 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--ray-address",
+        type=text,
         metavar="ADDRESS",
         help="of a Ray cluster, or auto (default: $RAY_ADDRESS, else Ray is started here)",
     )
@@ -181,6 +182,7 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--ray-app",
+        type=text,
         metavar="NAME",
         help="the engines' application in Ray Serve, which stays when the server ends, and which "
         "another server with this name updates and uses, too (default: one of its own)",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from cuengine.config import EngineConfig
 from cuengine.errors import ConfigError
+from cuengine.extras import how_to_install
 
 if TYPE_CHECKING:
     from cuengine.async_engine import AsyncEngine
@@ -60,7 +61,7 @@ def build_ray_engine(
         if error.name is None or error.name.partition(".")[0] != "ray":
             raise
         raise ConfigError(
-            "--data-parallel-backend ray needs Ray: pip install 'cuengine[ray]', here and on every "
+            f"--data-parallel-backend ray needs Ray: {how_to_install('ray')}, here and on every "
             "machine of the cluster"
         ) from error
 

@@ -90,7 +90,7 @@ class ServeFleet:
         levels = {name: logging.getLogger(name).getEffectiveLevel() for name in names}
         most = settings.max_replicas
         scaling = None
-        if most > settings.replicas:
+        if most is not None and most > settings.replicas:
             target = max(1.0, _BUSY * config.max_num_seqs)
             scaling = AutoscalingConfig(
                 min_replicas=settings.replicas,

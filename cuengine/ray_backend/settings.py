@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from cuengine.errors import ConfigError
 
 PREFIX_MARGIN = 8.0
+MAX_REPLICAS = 1024
+MAX_CPUS = 1024
+MAX_MARGIN = 1_000_000
 
 
 @dataclass(slots=True, kw_only=True)
 class RaySettings:
     """replicas       engines that run, or the least if Ray may add some
-    max_replicas   the most; 0: as many as `replicas`
+    max_replicas   the most; None: as many as `replicas`
     address        of a Ray cluster, as ray.init has it; None: $RAY_ADDRESS, else one started here
     cpus           what Ray reserves for a replica; on cpu also the threads it computes with
     app            name of the Ray Serve application, which then stays when the server ends, and is
@@ -25,7 +28,7 @@ class RaySettings:
     """
 
     replicas: int = 1
-    max_replicas: int = 0
+    max_replicas: int | None = None
     address: str | None = None
     cpus: float = 1.0
     app: str | None = None
@@ -33,14 +36,24 @@ class RaySettings:
     drain_timeout: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.replicas < 1:
-            raise ConfigError(f"data_parallel_size={self.replicas} is not 1 or more")
-        if self.max_replicas and self.max_replicas < self.replicas:
+        if not 1 <= self.replicas <= MAX_REPLICAS:
             raise ConfigError(
-                f"max_data_parallel_size={self.max_replicas} is less than "
-                f"data_parallel_size={self.replicas}"
+                f"data_parallel_size={self.replicas} is not a number of engines from 1 to "
+                f"{MAX_REPLICAS}"
             )
-        if not 0 <= self.cpus < float("inf"):
-            raise ConfigError(f"ray_replica_cpus={self.cpus} is not a number of CPUs, 0 or more")
-        if not 0 <= self.prefix_margin < float("inf"):
-            raise ConfigError(f"ray_prefix_margin={self.prefix_margin} is not 0 or more")
+        if self.max_replicas is not None and not (
+            self.replicas <= self.max_replicas <= MAX_REPLICAS
+        ):
+            raise ConfigError(
+                f"max_data_parallel_size={self.max_replicas} is not a number of engines from "
+                f"data_parallel_size={self.replicas} to {MAX_REPLICAS}"
+            )
+        if not 0 <= self.cpus <= MAX_CPUS:
+            raise ConfigError(
+                f"ray_replica_cpus={self.cpus} is not a number of CPUs from 0 to {MAX_CPUS}"
+            )
+        if not 0 <= self.prefix_margin <= MAX_MARGIN:
+            raise ConfigError(
+                f"ray_prefix_margin={self.prefix_margin} is not a number of requests from 0 to "
+                f"{MAX_MARGIN}"
+            )

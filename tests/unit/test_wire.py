@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cuengine import wire
 from cuengine.config import EngineConfig
 from cuengine.engine_view import EngineView, QueuedView, SequenceView, StepView
 from cuengine.errors import RequestError
@@ -120,7 +121,7 @@ def test_messages_arrive_as_they_were_sent_however_the_bytes_are_cut(
 
 def test_every_message_there_is_was_tried():
     tried = {type(message) for message in COMMANDS + REPORTS}
-    assert tried == set(Message.__subclasses__())
+    assert tried == {kind for kind in Message.__subclasses__() if kind.__module__ == wire.__name__}
 
 
 def test_a_frame_that_is_not_complete_is_waited_for():
