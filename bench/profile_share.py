@@ -3,9 +3,9 @@
     python bench/profile_share.py --require 0.95
 
 Runs it on the CPU, at a batch of 1 and of 8, and prints one line of JSON for each kind of step.
-Exits with 1 where less than the required share of the time has a name, or where the median step
-takes more than --cost longer with profiling than without. A machine with other work can make any
-run look so, hence up to --runs of them.
+Exits with 1 where less than the required share of the time has a name, or where the median decode
+step takes more than --cost longer with profiling than without (prompts make only a step or two,
+which prove nothing). A machine with other work can make any run look so, hence up to --runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def profile(model: str, batch: int, steps: int, *, require: float, most: float) 
     for section in json.loads(done.stdout)["sections"]:
         median = section["median_step"]
         share, cost = section["named_share"], median["profiled"] / median["unprofiled"] - 1
-        held &= share >= require and cost <= most
+        held &= share >= require and (section["kind"] == "prefill" or cost <= most)
         result = {
             "batch": batch,
             "steps": section["kind"],

@@ -129,7 +129,7 @@ def test_requests_are_answered_while_sighup_replaces_the_replicas_and_sigterm_en
 def test_an_engine_that_cannot_be_loaded_is_one_line(tiny_chat_model: Path) -> None:
     server = Server(tiny_chat_model, f"{FLAGS} --kv-cache-memory 20KB")
     try:
-        server.until(r"cuengine: The replicas do not start: max_model_len=128 needs 8 KV blocks")
+        server.until(r"cuengine: The replicas do not start: --max-model-len 128 needs 8 KV")
         assert server.process.wait(PATIENCE) == 1
     finally:
         server.process.kill()
