@@ -197,7 +197,7 @@ def _connect(address: str | None) -> None:
             ray.init("local", logging_level=logging.WARNING, include_dashboard=False)
         else:
             ray.init(address, logging_level=logging.WARNING)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except Exception as error:  # a node that takes too long to start is an Exception, no more
         what = "started here" if address is None else f"reached at {address}"
         raise ConfigError(f"Ray cannot be {what}: {error}") from error
 

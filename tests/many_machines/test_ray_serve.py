@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_control import PATIENCE
 
 pytest.importorskip("ray", reason="needs the package ray, of the extra `ray`")
 
 pytestmark = pytest.mark.accept
+
+SECONDS = 1200
+"""For what is sure to come, on a machine that has better things to do."""
 
 FLAGS = "--port 0 --data-parallel-size 2 --data-parallel-backend ray --ray-replica-cpus 0.4"
 
@@ -56,23 +58,38 @@ class Server:
             return match
 
         with self._news:
-            match = self._news.wait_for(found, timeout=PATIENCE)
+            match = self._news.wait_for(found, timeout=SECONDS)
         assert match, f"no {pattern!r} in:\n{''.join(self.log)}"
         return match
+
+
+def start_server(folder: Path, flags: str) -> Server:
+    """It serves, or says why it doesn't.
+
+    Ray gives a node 30 seconds to start, which a busy machine may take longer for.
+    """
+    for attempts_left in (3, 2, 1, 0):
+        server = Server(folder, flags)
+        outcome = server.until(r"Serving .* at|replicas do not start|Ray cannot be started here")
+        if not outcome[0].startswith("Ray"):
+            return server
+        assert attempts_left, "".join(server.log)
+        server.process.wait()
+    raise AssertionError
 
 
 def ask(url: str, path: str, body: dict[str, Any] | None = None) -> str:
     data = None if body is None else json.dumps(body).encode()
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(url + path, data, headers)
-    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+    with urllib.request.urlopen(request, timeout=SECONDS) as answer:
         text: str = answer.read().decode()
         return text
 
 
 @pytest.fixture
 def server(tiny_chat_model: Path) -> Iterator[Server]:
-    server = Server(tiny_chat_model, FLAGS)
+    server = start_server(tiny_chat_model, FLAGS)
     yield server
     server.process.kill()
     server.process.wait()
@@ -122,15 +139,15 @@ def test_requests_are_answered_while_sighup_replaces_the_replicas_and_sigterm_en
     assert json.loads(ask(url, "/health"))["status"] == "ok"
     print(f"\n{answered} requests answered over HTTP while SIGHUP replaced both replicas")
     server.process.terminate()
-    assert server.process.wait(PATIENCE) == 0
+    assert server.process.wait(SECONDS) == 0
     assert "Stopped" in "".join(server.log)
 
 
 def test_an_engine_that_cannot_be_loaded_is_one_line(tiny_chat_model: Path) -> None:
-    server = Server(tiny_chat_model, f"{FLAGS} --kv-cache-memory 20KB")
+    server = start_server(tiny_chat_model, f"{FLAGS} --kv-cache-memory 20KB")
     try:
         server.until(r"cuengine: The replicas do not start: --max-model-len 128 needs 8 KV")
-        assert server.process.wait(PATIENCE) == 1
+        assert server.process.wait(SECONDS) == 1
     finally:
         server.process.kill()
         server.process.wait()
