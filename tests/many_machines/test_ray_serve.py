@@ -50,6 +50,10 @@ class Server:
             self.log.append("(the end)")
             self._news.notify_all()
 
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
     def until(self, pattern: str) -> re.Match[str]:
         def found() -> re.Match[str] | None:
             ended = "(the end)" in self.log
@@ -70,7 +74,13 @@ def start_server(folder: Path, flags: str) -> Server:
     """
     for attempts_left in (3, 2, 1, 0):
         server = Server(folder, flags)
-        outcome = server.until(r"Serving .* at|replicas do not start|Ray cannot be started here")
+        try:
+            outcome = server.until(
+                r"Serving .* at|replicas do not start|Ray cannot be started here"
+            )
+        except BaseException:
+            server.kill()
+            raise
         if not outcome[0].startswith("Ray"):
             return server
         assert attempts_left, "".join(server.log)
@@ -91,8 +101,7 @@ def ask(url: str, path: str, body: dict[str, Any] | None = None) -> str:
 def server(tiny_chat_model: Path) -> Iterator[Server]:
     server = start_server(tiny_chat_model, FLAGS)
     yield server
-    server.process.kill()
-    server.process.wait()
+    server.kill()
 
 
 def replicas(url: str) -> set[str]:
@@ -149,5 +158,4 @@ def test_an_engine_that_cannot_be_loaded_is_one_line(tiny_chat_model: Path) -> N
         server.until(r"cuengine: The replicas do not start: --max-model-len 128 needs 8 KV")
         assert server.process.wait(SECONDS) == 1
     finally:
-        server.process.kill()
-        server.process.wait()
+        server.kill()

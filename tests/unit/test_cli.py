@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import tomllib
@@ -538,6 +539,7 @@ async def test_a_message_that_is_refused_is_forgotten() -> None:
 def test_without_ray_its_backend_is_refused_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process is to end as it did
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main(["serve", "--port", "0", "--data-parallel-backend", "ray"]) == 1
     assert "pip install '.[ray]'" in capsys.readouterr().err
