@@ -173,8 +173,11 @@ class EngineKeeper:
         return await asyncio.to_thread(link.wait_ended)
 
     async def _watch(self) -> None:
+        ended = None
         while True:
             await asyncio.sleep(self._step_timeout / Watchdog.LOOKS)
+            if self.pid == ended:  # and takes its time
+                continue
             limit = self._step_timeout * self._watchdog.patience
             if self._watchdog.look(busy=self.up and self._owner.engine_is_busy()):
                 logger.error(
@@ -186,4 +189,5 @@ class EngineKeeper:
                     self._step_timeout * self._watchdog.patience,
                     self._step_timeout,
                 )
+                ended = self.pid
                 self._link.kill()

@@ -49,9 +49,9 @@ MAX_MULTIPLE = 10_000
 _STACK_BYTES = 512 << 20
 """llguidance goes as deep as the references of a demand. Only what is used takes memory."""
 _MAX_ITEMS = 100_000
-"""Of the parser, for one token: twice what llguidance has. Steps wait for them, 5 ms or so for as
-many; a schema of 2,000 optional properties needs most of them. Its limit for one byte, 2,000, would
-end choices between more than that, and bounds no more than this one does."""
+"""Of the parser, for one token: twice what llguidance has. Steps wait for them, 5 to 200 ms for
+as many; a schema of 1,000 optional properties needs most of them. Its limit for one byte, 2,000,
+would end choices between more than that, and bounds no more than this one does."""
 _TRIALS, _TRIAL_TOKENS = 2, 8
 """Beginnings of answers that are tried before a grammar is taken, and their length."""
 _MAX_BLAMED = 200

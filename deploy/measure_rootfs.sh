@@ -23,8 +23,9 @@ done
 scratch=$(mktemp -d "${TMPDIR:-/tmp}/rootfs.XXXXXXXX")
 child=
 clean_up() {
-    # The first process of a namespace takes all others with it, and these the mounts.
-    [ -z "$child" ] || { kill "$child" && wait "$child"; } 2>/dev/null || true
+    trap '' INT TERM HUP
+    # The first process of a namespace takes all others with it, and these the mounts. (unshare blocks SIGTERM.)
+    [ -z "$child" ] || { kill -KILL "$child" && wait "$child"; } 2>/dev/null || true
     rm -rf --one-file-system "$scratch"
 }
 trap clean_up EXIT

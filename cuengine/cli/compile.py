@@ -19,6 +19,13 @@ from cuengine.paths import PREBUILT_VARIABLE
 
 def run(args: argparse.Namespace) -> int:
     start = time.monotonic()
+    if args.out is not None:
+        try:
+            args.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"--out {args.out}: cannot be made a folder: {error.strerror}"
+            ) from error
     if args.device == "cpu":
         _compile_for_cpu(args)
     else:

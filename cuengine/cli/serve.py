@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from cuengine.api.settings import ServerSettings
 from cuengine.cli.arguments import UsageError, engine_config
@@ -28,7 +28,8 @@ def run(args: argparse.Namespace) -> int:
 
     from cuengine.api.server import listen, run_server
 
-    signal.signal(signal.SIGTERM, _end_while_loading)
+    ending = _EndWhileLoading()
+    signal.signal(signal.SIGTERM, ending)
     listening = listen(settings)  # an address in use shows now, not after the model is loaded
     try:
         engine: ServingEngine
@@ -36,6 +37,8 @@ def run(args: argparse.Namespace) -> int:
             name, engine = build_engine(config, step_timeout=args.step_timeout)
         else:
             name, engine = build_ray_engine(config, replicas, step_timeout=args.step_timeout)
+        if ending.asked:
+            ending.end()
         if not settings.served_model_names:
             settings = dataclasses.replace(settings, served_model_names=(name,))
         run_server(engine, settings, listening)
@@ -44,11 +47,22 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _end_while_loading(_number: int, _frame: FrameType | None) -> None:
+class _EndWhileLoading:
     """Until the server drains on it. By default SIGTERM ends any process but a container's first,
     which does not notice it: the model would be loaded and served until somebody kills it.
+
+    asked  it has come: what runs at the moment, as an import, may swallow any exception
     """
-    sys.exit(128 + signal.SIGTERM)
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        self.asked = True
+        self.end()
+
+    def end(self) -> NoReturn:
+        sys.exit(128 + signal.SIGTERM)
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:

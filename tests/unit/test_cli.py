@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -143,6 +144,7 @@ def test_a_flag_beats_the_model_s_own_defaults_and_those_beat_ours() -> None:
             "serve --data-parallel-size 2",
             "--data-parallel-size 2 needs --data-parallel-backend ray",
         ),
+        ("compile --device cpu --out /dev/null", "--out /dev/null: cannot be made a folder"),
         ("serve --ray-address auto", "--ray-address auto needs --data-parallel-backend ray"),
         ("serve --data-parallel-backend mp", "invalid choice: 'mp'"),
         (
@@ -605,3 +607,28 @@ def test_odd_standard_streams_bring_one_line_at_most(redirect: str, code: int, s
         stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, check=False, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (code, says)
+
+
+# -- serve's end before it serves
+
+
+def test_sigterm_while_loading_ends_serve_whatever_swallows_the_exception(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+
+    def load(*_: object, **__: object) -> tuple[str, None]:
+        with contextlib.suppress(SystemExit):
+            signal.raise_signal(signal.SIGTERM)
+        return "model", None
+
+    def never(*_: object) -> None:
+        raise AssertionError("it serves")
+
+    monkeypatch.setattr(serve, "build_engine", load)
+    monkeypatch.setattr("cuengine.api.server.run_server", never)
+    try:
+        with pytest.raises(SystemExit, match="143"):
+            main(["serve", "--port", "0"])
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -6,14 +6,16 @@ import asyncio
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from engine_control import PATIENCE
+from engine_control import PATIENCE, until
 
 from cuengine import engine_link
 from cuengine.child_process import ChildProcess
 from cuengine.config import EngineConfig
-from cuengine.engine_keeper import Watchdog
+from cuengine.engine_keeper import EngineKeeper, Watchdog
 from cuengine.engine_link import EngineLink
 from cuengine.errors import EngineStoppedError, ModelError
 from cuengine.wire import Abort, Admitted, Launching, Report, WireError
@@ -141,3 +143,18 @@ def test_each_engine_after_one_that_hung_is_given_twice_as_long_up_to_fourfold()
     assert patience == [1, 2, 4, 4]
     watchdog.heard()
     assert looks_until_it_hangs(watchdog) == 17
+
+
+async def test_a_process_that_was_ended_and_takes_its_time_is_not_ended_again():
+    kills: list[int] = []
+    link: Any = SimpleNamespace(pid=1, attached=True, kill=lambda: kills.append(link.pid))
+    owner: Any = SimpleNamespace(engine_is_busy=lambda: True)
+    keeper = EngineKeeper(link, EngineConfig(model="m"), 0.004, owner)
+    watching = asyncio.create_task(keeper._watch())
+    await until(lambda: kills)
+    await asyncio.sleep(0.1)  # time for a hundred looks
+    assert kills == [1]
+    link.pid = 2
+    await until(lambda: len(kills) > 1)
+    assert kills == [1, 2]
+    watching.cancel()
