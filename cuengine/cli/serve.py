@@ -51,7 +51,8 @@ class _EndWhileLoading:
     """Until the server drains on it. By default SIGTERM ends any process but a container's first,
     which does not notice it: the model would be loaded and served until somebody kills it.
 
-    asked  it has come: what runs at the moment, as an import, may swallow any exception
+    asked  it has come: what runs at the moment may swallow any exception, as Python's own compiler
+           of modules does
     """
 
     def __init__(self) -> None:
