@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -30,6 +31,15 @@ TERMINAL_TEMPERATURE = 0.7
 
 class UsageError(CuengineError):
     """Something on the command line that cannot be used; exit code 2."""
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """What settings refuse was typed: UsageError in place of ConfigError and RequestError."""
+    try:
+        yield
+    except (ConfigError, RequestError) as error:
+        raise UsageError(str(error)) from error
 
 
 class _Parser(argparse.ArgumentParser):
@@ -356,10 +366,8 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
     """The engine's settings; UsageError for a value out of range."""
     names = {field.name for field in fields(EngineConfig)} & vars(args).keys()
     given = {name: value for name in names if (value := getattr(args, name)) is not None}
-    try:
+    with usage_errors():
         return EngineConfig(**given)
-    except ConfigError as error:
-        raise UsageError(str(error)) from error
 
 
 def sampling_params(
@@ -375,7 +383,7 @@ def sampling_params(
         values = (flag, getattr(model, name, None), otherwise)
         return next(value for value in values if value is not None)
 
-    try:
+    with usage_errors():
         return SamplingParams(
             temperature=first(args.temperature, "temperature", TERMINAL_TEMPERATURE),
             top_p=first(args.top_p, "top_p", 1.0),
@@ -389,5 +397,3 @@ def sampling_params(
             ignore_eos=args.ignore_eos,
             seed=args.seed,
         )
-    except RequestError as error:
-        raise UsageError(str(error)) from error

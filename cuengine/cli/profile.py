@@ -9,10 +9,9 @@ import sys
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from cuengine.cli.arguments import UsageError, engine_config
+from cuengine.cli.arguments import UsageError, engine_config, usage_errors
 from cuengine.cli.start import model_folder, note
 from cuengine.config import EngineConfig
-from cuengine.errors import ConfigError
 
 if TYPE_CHECKING:
     from cuengine.profiling.workload import Workload
@@ -64,12 +63,10 @@ def run(args: argparse.Namespace) -> int:
 def _workload(args: argparse.Namespace, config: EngineConfig) -> Workload:
     from cuengine.profiling.workload import Workload
 
-    try:
+    with usage_errors():
         return Workload(
             args.batch, args.context, args.steps, config.max_num_batched_tokens, config.block_size
         )
-    except ConfigError as error:
-        raise UsageError(str(error)) from error
 
 
 def _quiet(text: str) -> None:

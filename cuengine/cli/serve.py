@@ -11,10 +11,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 from cuengine.api.settings import ServerSettings
-from cuengine.cli.arguments import UsageError, engine_config
+from cuengine.cli.arguments import UsageError, engine_config, usage_errors
 from cuengine.cli.start import build_engine, build_ray_engine
 from cuengine.config import check_step_timeout
-from cuengine.errors import ConfigError
 from cuengine.ray_backend.settings import RaySettings
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ class _EndWhileLoading:
 
 def _settings(args: argparse.Namespace) -> ServerSettings:
     key = os.environ.get("CUENGINE_API_KEY")
-    try:
+    with usage_errors():
         check_step_timeout(args.step_timeout)
         return ServerSettings(
             host=args.host,
@@ -92,13 +91,11 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
             access_log=args.access_log,
             otlp_traces_endpoint=args.otlp_traces_endpoint,
         )
-    except ConfigError as error:
-        raise UsageError(str(error)) from error
 
 
 def _replicas(args: argparse.Namespace) -> RaySettings | None:
     """None: one engine, without Ray."""
-    try:
+    with usage_errors():
         settings = RaySettings(
             replicas=args.data_parallel_size,
             max_replicas=args.max_data_parallel_size,
@@ -108,8 +105,6 @@ def _replicas(args: argparse.Namespace) -> RaySettings | None:
             prefix_margin=args.ray_prefix_margin,
             drain_timeout=args.drain_timeout,
         )
-    except ConfigError as error:
-        raise UsageError(str(error)) from error
     if args.data_parallel_backend is None:
         flags = ("max_data_parallel_size", "ray_address", "ray_app")
         given = [name for name in flags if getattr(args, name) is not None]
