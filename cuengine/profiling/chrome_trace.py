@@ -19,7 +19,8 @@ _HOST, _STREAM = 1, 2
 def chrome_trace(steps: Sequence[RecordedStep], about: dict[str, Any]) -> dict[str, Any]:
     """What `json.dump` writes to a trace file. about: goes into it as it is, under otherData.
 
-    Time 0 is the begin of the first step.
+    Time 0 is the begin of the first step. Operations of a stream name their kernels; each is an
+    event of its own where there are several.
     """
     return {
         "traceEvents": [*_names(steps), *_events(steps)],
@@ -46,6 +47,9 @@ def _events(steps: Sequence[RecordedStep]) -> Iterator[dict[str, Any]]:
             yield _event(span, step.kind, _HOST, origin)
         for span in step.stream:
             yield _event(span, step.kind, _STREAM, origin)
+            if len(span.launches) > 1:
+                for launch in span.launches:
+                    yield _event(launch, step.kind, _STREAM, origin)
 
 
 def _event(span: Span, kind: str, thread: int, origin: int) -> dict[str, Any]:
@@ -54,10 +58,18 @@ def _event(span: Span, kind: str, thread: int, origin: int) -> dict[str, Any]:
         "pid": _PROCESS,
         "tid": thread,
         "name": f"{kind} step" if span.depth == 0 and thread == _HOST else span.name,
-        "cat": "range" if span.work is None else "operation",
+        "cat": _category(span, thread),
         "ts": (span.start - origin) / 1e3,
         "dur": span.duration / 1e3,
     }
     if span.work is not None:
         event["args"] = {"bytes": span.work.num_bytes, "operations": span.work.operations}
+    if span.work is not None and thread == _STREAM:
+        event["args"]["kernels"] = [launch.name for launch in span.launches]
     return event
+
+
+def _category(span: Span, thread: int) -> str:
+    if span.work is not None:
+        return "operation"
+    return "range" if thread == _HOST else "kernel"

@@ -23,6 +23,7 @@ class Span:
     start, end  nanoseconds of `now`
     depth       spans that this one lies in
     work        of an operation; None for a range
+    launches    of an operation on a device's stream: kernels, one after the other, that fill it
     """
 
     name: str
@@ -30,6 +31,7 @@ class Span:
     work: Work | None = None
     start: int = 0
     end: int = 0
+    launches: list[Span] = field(default_factory=list)
 
     @property
     def duration(self) -> int:

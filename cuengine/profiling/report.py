@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+from cuengine.counted import counted
 from cuengine.profiling.recording import RecordedStep, Span
 from cuengine.profiling.work import NO_WORK, Work
 
@@ -20,18 +21,22 @@ class Row:
     """Everything of one name, over all steps.
 
     nanoseconds  in all
+    kernels      of an operation on a GPU's stream: what it launched, with the time of each
     """
 
     name: str
     calls: int = 0
     nanoseconds: int = 0
     work: Work = NO_WORK
+    kernels: dict[str, Row] = field(default_factory=dict)
 
     def add(self, span: Span) -> None:
         self.calls += 1
         self.nanoseconds += span.duration
         if span.work is not None:
             self.work += span.work
+        for launch in span.launches:
+            self.kernels.setdefault(launch.name, Row(launch.name)).add(launch)
 
 
 @dataclass(slots=True)
@@ -57,7 +62,9 @@ class Section:
     phases       of the host
     stream       operations on a GPU's stream; then the phases have none
     stream_time  nanoseconds from the first operation's begin to the last one's end, over all steps
-    profiled, unprofiled  milliseconds: the median step that was timed, and that was not
+    profiled     milliseconds: the median step that was timed
+    unprofiled   milliseconds: the median step that was not
+    before, after  the same of those that ran before the profiled ones, and of those after them
     """
 
     kind: str
@@ -69,6 +76,8 @@ class Section:
     stream_time: int
     profiled: float
     unprofiled: float
+    before: float
+    after: float
 
     @property
     def rest(self) -> int:
@@ -89,9 +98,11 @@ class Section:
 
 
 def summarize(
-    kind: str, sizes: str, steps: Sequence[RecordedStep], unprofiled: Sequence[int]
+    kind: str, sizes: str, steps: Sequence[RecordedStep], unprofiled: Sequence[Sequence[int]]
 ) -> Section:
-    """unprofiled: nanoseconds of steps of this kind that were run without profiling."""
+    """unprofiled: nanoseconds of the steps of this kind that were run without profiling, first
+    those before the profiled ones, then those after them."""
+    before, after = unprofiled
     section = Section(
         kind=kind,
         sizes=sizes,
@@ -101,7 +112,9 @@ def summarize(
         stream={},
         stream_time=sum(s.stream[-1].end - s.stream[0].start for s in steps if s.stream),
         profiled=median(step.host[0].duration for step in steps) / 1e6,
-        unprofiled=median(unprofiled) / 1e6,
+        unprofiled=median([*before, *after]) / 1e6,
+        before=median(before) / 1e6,
+        after=median(after) / 1e6,
     )
     for step in steps:
         for phase, span in _by_phase(step.host):
@@ -126,7 +139,8 @@ def _by_phase(spans: Sequence[Span]) -> Iterator[tuple[Span, Span]]:
 
 # Text
 
-_COLUMNS = f"{'':<26}{'calls':>7}{'ms':>10}{'share':>8}{'GB/s':>9}{'TFLOP/s':>10}"
+_HOST_WIDTH, _STREAM_WIDTH = 26, 34
+"""Of the column of names: the longest are operations within a phase, and kernels."""
 
 
 def render(section: Section) -> str:
@@ -135,44 +149,81 @@ def render(section: Section) -> str:
     mean = section.nanoseconds / steps / 1e6
     lines = [
         f"{section.kind}: {counted(steps, 'step')} of {section.sizes}; {mean:.2f} ms each",
-        _COLUMNS,
+        *_table(_HOST_WIDTH, _host_rows(section), section.nanoseconds, steps),
     ]
-    for phase in section.phases.values():
-        lines.append(_line("", phase, section.nanoseconds, steps))
-        for row in _longest_first(phase.operations):
-            lines.append(_line("  ", row, section.nanoseconds, steps))
-        if phase.operations:
-            between = Row(BETWEEN, 0, phase.between)
-            lines.append(_line("  ", between, section.nanoseconds, steps))
-    lines.append(_line("", Row(REST, 0, section.rest), section.nanoseconds, steps))
     if section.stream:
         of_step = section.stream_time / steps / 1e6
-        lines += ["", f"on the device, {of_step:.2f} ms from the first operation to the last:"]
-        for row in _longest_first(section.stream):
-            lines.append(_line("", row, section.stream_time, steps))
-        lines.append(_line("", Row(BETWEEN, 0, section.between), section.stream_time, steps))
-    change = 100 * (section.profiled / section.unprofiled - 1)
-    lines += [
-        "",
-        f"{100 * section.named_share:.1f} % of the time has a name. The median step took "
-        f"{section.profiled:.2f} ms, without profiling {section.unprofiled:.2f} ms: {change:+.1f} %"
-        " with it",
-    ]
-    return "\n".join(lines)
+        lines += [
+            "",
+            f"on the device, {of_step:.2f} ms from the first operation to the last:",
+            *_table(_STREAM_WIDTH, _stream_rows(section), section.stream_time, steps),
+        ]
+    named = f"{100 * section.named_share:.1f} % of the time has a name."
+    return "\n".join([*lines, "", f"{named} {_cost(section)}"])
 
 
-def counted(number: int | str, noun: str) -> str:
-    """ "1 step", "2 steps", "1 to 8 steps"."""
-    return f"{number} {noun}" if str(number) == "1" else f"{number} {noun}s"
+def _cost(section: Section) -> str:
+    """What profiling added, where that is more than the rounds without it differ by."""
+    profiled, unprofiled = section.profiled, section.unprofiled
+    took = f"The median step took {profiled:.2f} ms, without profiling"
+    if profiled > max(section.before, section.after, unprofiled):
+        return f"{took} {unprofiled:.2f} ms: {100 * (profiled / unprofiled - 1):+.1f} % with it"
+    return (
+        f"{took} {section.before:.2f} ms before that and {section.after:.2f} ms after it: "
+        "what profiling adds is lost in the noise"
+    )
+
+
+_NamedRows = Iterator[tuple[str, Row]]
+
+
+def _host_rows(section: Section) -> _NamedRows:
+    for phase in section.phases.values():
+        yield phase.name, phase
+        for row in _longest_first(phase.operations):
+            yield f"  {row.name}", row
+        if phase.operations:
+            yield f"  {BETWEEN}", Row(BETWEEN, 0, phase.between)
+    yield REST, Row(REST, 0, section.rest)
+
+
+def _stream_rows(section: Section) -> _NamedRows:
+    """Operations, each with the name of its kernel, or with a row for each where it has several."""
+    for row in _longest_first(section.stream):
+        yield _with_kernel(row), row
+        if len(row.kernels) > 1:
+            for kernel in _longest_first(row.kernels):
+                yield f"  {kernel.name}", kernel
+    yield BETWEEN, Row(BETWEEN, 0, section.between)
+
+
+def _with_kernel(row: Row) -> str:
+    """The operation's name and its kernel's, or the latter alone where it begins with the former.
+
+    None is launched where there is nothing to do, as for `take_rows` in a step that needs all rows.
+    """
+    match list(row.kernels):
+        case []:
+            return f"{row.name}: nothing launched"
+        case [kernel]:
+            return kernel if kernel.startswith(row.name) else f"{row.name}: {kernel}"
+        case _:
+            return row.name
+
+
+def _table(width: int, rows: _NamedRows, whole: int, steps: int) -> Iterator[str]:
+    yield f"{'':<{width}}{'calls':>7}{'ms':>10}{'share':>8}{'GB/s':>9}{'TFLOP/s':>10}"
+    for name, row in rows:
+        yield f"{name:<{width}}{_cells(row, whole, steps)}"
 
 
 def _longest_first(rows: dict[str, Row]) -> list[Row]:
     return sorted(rows.values(), key=lambda row: -row.nanoseconds)
 
 
-def _line(indent: str, row: Row, whole: int, steps: int) -> str:
+def _cells(row: Row, whole: int, steps: int) -> str:
     calls = f"{row.calls / steps:.3g}" if row.calls else ""
-    cells = f"{indent + row.name:<26}{calls:>7}{row.nanoseconds / steps / 1e6:>10.3f}"
+    cells = f"{calls:>7}{row.nanoseconds / steps / 1e6:>10.3f}"
     cells += f"{100 * row.nanoseconds / whole:>7.1f}%"
     moved, computed = row.work.num_bytes, row.work.operations
     cells += f"{_rate(moved, row.nanoseconds):>9}" if moved else ""
@@ -211,12 +262,17 @@ def as_json(section: Section) -> dict[str, Any]:
         "median_step": {
             "profiled": section.profiled / 1e3,
             "unprofiled": section.unprofiled / 1e3,
+            "unprofiled_before": section.before / 1e3,
+            "unprofiled_after": section.after / 1e3,
         },
     }
     if section.stream:
         found["device"] = {
             "seconds": section.stream_time / 1e9,
-            "operations": [_facts(row) for row in section.stream.values()],
+            "operations": [
+                {**_facts(row), "kernels": [_facts(kernel) for kernel in row.kernels.values()]}
+                for row in section.stream.values()
+            ],
             "between_operations": section.between / 1e9,
         }
     return found

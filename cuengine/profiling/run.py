@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 
+from cuengine.counted import counted
 from cuengine.device.cuda.device import CudaDevice
 from cuengine.device.interface import Device
 from cuengine.engine import Engine
@@ -23,7 +24,7 @@ from cuengine.model.llama import Llama
 from cuengine.model_runner import ModelRunner
 from cuengine.profiling.device import Counts, ProfiledDevice
 from cuengine.profiling.recording import RecordedStep, Recorder, now
-from cuengine.profiling.report import Section, counted, summarize
+from cuengine.profiling.report import Section, summarize
 from cuengine.profiling.stream import StreamTimes
 from cuengine.profiling.workload import Workload
 from cuengine.sampling_params import SamplingParams
@@ -74,18 +75,22 @@ class Profiler:
         note("warming up")
         self._round("warm-up")
         note("without profiling")
-        plain = self._round("before")
+        before = self._round("before")
         note("profiling")
         with self._profiling() as take:
             profiled = self._round("profiled", take)
         note("without profiling, again")
-        plain += self._round("after")
+        after = self._round("after")
+
+        def times(steps: list[_Step], kind: str) -> list[int]:
+            return [step.nanoseconds for step in steps if step.kind == kind]
+
         return [
             summarize(
                 kind,
                 _sizes([step for step in profiled if step.kind == kind]),
                 [step for step in self.recorded if step.kind == kind],
-                [step.nanoseconds for step in plain if step.kind == kind],
+                (times(before, kind), times(after, kind)),
             )
             for kind in (PREFILL, DECODE)
         ]
@@ -96,7 +101,11 @@ class Profiler:
         llama, runner = self._llama, self._runner
         device, overlaps = llama.device, runner.overlaps
         recorder = Recorder()
-        stream = StreamTimes(device.runtime) if isinstance(device, CudaDevice) else None
+        stream = None
+        watching: AbstractContextManager[None] = nullcontext()
+        if isinstance(device, CudaDevice):
+            stream = StreamTimes(device.runtime)
+            watching = device.watched(stream.launch)
 
         def take(kind: str | None) -> None:
             host, operations = recorder.take(), [] if stream is None else stream.take()
@@ -107,7 +116,8 @@ class Profiler:
         # Each step waits for its tokens, so that nothing that is recorded is another step's.
         llama.device, runner.overlaps = cast(Device, profiled), False
         try:
-            yield take
+            with watching:
+                yield take
         finally:
             llama.device, runner.overlaps = device, overlaps
 

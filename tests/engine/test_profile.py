@@ -14,6 +14,8 @@ from chrome_trace_check import check_trace
 from cuengine import LLM, SamplingParams
 from cuengine.cli.main import main
 from cuengine.config import EngineConfig
+from cuengine.device.cuda.kernels import GEMM
+from cuengine.device.emulated import host
 from cuengine.device.interface import Device
 from cuengine.engine import Engine
 from cuengine.errors import ConfigError
@@ -26,7 +28,7 @@ from cuengine.profiling.recording import Recorder, Span
 from cuengine.profiling.report import Section
 from cuengine.profiling.run import Profiler
 from cuengine.profiling.stream import StreamTimes
-from cuengine.profiling.work import Work
+from cuengine.profiling.work import NO_WORK, Work
 from cuengine.profiling.workload import Workload
 
 TinyModel = Callable[[str], Path]
@@ -224,6 +226,74 @@ def test_on_a_gpu_s_code_the_operations_are_timed_on_its_stream(
     assert {event["tid"] for event in events} == {1, 2}
 
 
+KERNELS = {
+    "embedding": ["embedding"],
+    "rms_norm": ["rms_norm"],
+    **{f"linear {name}": ["broadcast_row", GEMM] for name in ("qkv", "o", "gate_up", "down")},
+    "rotary_cache": ["rotary_cache"],
+    "add_rms_norm": ["add_rms_norm"],
+    "silu_mul": ["silu_mul"],
+    "logits": [GEMM],
+    "sample": ["sample_tokens"],
+}
+"""Of a model whose matrices all have a bias; attention and `take_rows` are in the test."""
+
+
+@pytest.mark.usefixtures("emulator")
+def test_each_launch_of_a_profiled_step_is_told_by_the_name_of_its_kernel(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against what comes to the runtime."""
+    told_and_launched: list[tuple[str, str]] = []
+    told = StreamTimes.launch
+    launch, gemm = host.EmulatedRuntime.launch, host.EmulatedRuntime.gemm
+
+    def note_told(times: StreamTimes, kernel: str) -> None:
+        told_and_launched.append(("told", kernel))
+        told(times, kernel)
+
+    def note_launch(runtime: Any, function: Any, *rest: Any) -> None:
+        told_and_launched.append(("launched", function.kernel.name))
+        launch(runtime, function, *rest)
+
+    def note_gemm(runtime: Any, *arrays: Any, **keywords: Any) -> None:
+        told_and_launched.append(("launched", GEMM))
+        gemm(runtime, *arrays, **keywords)
+
+    monkeypatch.setattr(StreamTimes, "launch", note_told)
+    monkeypatch.setattr(host.EmulatedRuntime, "launch", note_launch)
+    monkeypatch.setattr(host.EmulatedRuntime, "gemm", note_gemm)
+    workload = Workload(2, 12, 1, step_tokens=32, block_size=8)
+    engine = engine_for(workload, tiny_model("bias"), "emulated")
+    profiler = Profiler(engine, workload)
+    prefill, decode = profiler.run(lambda text: None)
+
+    first = next(i for i, (what, _) in enumerate(told_and_launched) if what == "told")
+    last = max(i for i, (what, _) in enumerate(told_and_launched) if what == "told")
+    watched = told_and_launched[first : last + 2]
+    assert {what for what, _ in watched[::2]} == {"told"}
+    for (_, name), (what, symbol) in zip(watched[::2], watched[1::2], strict=True):
+        assert what == "launched"
+        # A template's symbol holds its name and the name's length.
+        assert symbol == name or f"{len(name)}{name}I" in symbol
+    assert len(told_and_launched) > last + 20  # what runs after profiling is not told
+
+    for section, attention in (
+        (prefill, "paged_attention_prefill_plain"), (decode, "paged_attention_decode_plain"),
+    ):  # fmt: skip
+        found = {name: list(row.kernels) for name, row in section.stream.items()}
+        take_rows = found.pop("take_rows")
+        assert found == KERNELS | {"paged_attention": [attention]}
+        assert take_rows == ([] if section is decode else ["take_rows"])
+        for row in section.stream.values():
+            assert sum(kernel.nanoseconds for kernel in row.kernels.values()) in (
+                0, row.nanoseconds,
+            )  # fmt: skip
+            assert {kernel.calls for kernel in row.kernels.values()} <= {row.calls}
+    assert decode.stream["take_rows"].work == NO_WORK
+    assert prefill.stream["take_rows"].work != NO_WORK
+
+
 class SlowHost:
     """A stream that does a copy in 1 ms and whatever is launched in 0.1 ms, and a host that takes
     0.2 ms to launch anything, and no time to record an event. waits: until a copy is done."""
@@ -299,6 +369,31 @@ def test_launches_queue_up_behind_a_hold_so_that_the_device_is_measured_and_not_
     assert span.duration == pytest.approx(0.1e6)
     times.hold()
     assert gpu.stream == pytest.approx(before + 1.0)
+
+
+def test_the_launches_of_an_operation_share_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu: Any = SlowHost()
+    monkeypatch.setattr(stream, "now", gpu.now)
+    times = StreamTimes(gpu)
+    times.launch("gather_tokens")  # of no operation
+    for _ in range(2):
+        times.hold()
+        for kernels in (["a"], ["b", "c", "b"], []):
+            times.begin("operation", Work(1, 1))
+            for kernel in kernels:
+                times.launch(kernel)
+                gpu.launch()
+            times.end()
+        one, three, none = times.take()
+        assert [launch.name for launch in one.launches] == ["a"]
+        assert [launch.name for launch in three.launches] == ["b", "c", "b"]
+        for span in (one, three):
+            ends = [launch.end for launch in span.launches]
+            assert [launch.start for launch in span.launches] == [span.start, *ends[:-1]]
+            assert ends[-1] == span.end
+            assert span.work == Work(1, 1)
+        assert (none.launches, none.duration, none.work) == ([], 0, NO_WORK)
+    assert [launch.duration / 1e6 for launch in three.launches] == pytest.approx([0.1] * 3)
 
 
 def test_a_stream_that_lets_the_host_wait_is_not_held_for_longer_and_longer(

@@ -37,7 +37,8 @@ def compiled(name: str) -> Kernels:
 def take_rows(runtime: EmulatedRuntime) -> Kernel:
     kernels = compiled("embedding_fp32")
     module = runtime.load_module(kernels.cubin, kernels.ptx)
-    return Kernel(module.function(kernels.names["take_rows<fp32>"]), ARGUMENTS["take_rows"])
+    function = module.function(kernels.names["take_rows<fp32>"])
+    return Kernel(function, ARGUMENTS["take_rows"], "take_rows")
 
 
 def on_device(runtime: EmulatedRuntime, values: np.ndarray) -> HostedArray:

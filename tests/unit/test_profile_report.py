@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,10 +12,11 @@ from chrome_trace_check import check_trace
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cuengine.counted import counted
 from cuengine.profiling.chrome_trace import chrome_trace
 from cuengine.profiling.recording import RecordedStep, Recorder, Span, now
-from cuengine.profiling.report import Section, as_json, counted, render, summarize
-from cuengine.profiling.work import Work
+from cuengine.profiling.report import Section, as_json, render, summarize
+from cuengine.profiling.work import NO_WORK, Work
 
 MS = 10**6
 
@@ -46,8 +48,12 @@ def a_step(at: float = 0.0) -> RecordedStep:
     return RecordedStep("decode", host)
 
 
-def section(steps: Sequence[RecordedStep], unprofiled: Sequence[int] = (8 * MS,)) -> Section:
-    return summarize("decode", "2 sequences", steps, unprofiled)
+def section(
+    steps: Sequence[RecordedStep],
+    before: Sequence[int] = (8 * MS,),
+    after: Sequence[int] = (8 * MS,),
+) -> Section:
+    return summarize("decode", "2 sequences", steps, (before, after))
 
 
 def test_phases_hold_their_operations_and_what_is_between_and_the_step_has_a_rest() -> None:
@@ -68,9 +74,20 @@ def test_phases_hold_their_operations_and_what_is_between_and_the_step_has_a_res
 def test_the_median_steps_are_told_side_by_side() -> None:
     slow = a_step(20)
     slow.host[0].end += 90 * MS
-    found = section([a_step(), slow, a_step(200)], [8 * MS, 100 * MS, 9 * MS])
+    found = section([a_step(), slow, a_step(200)], [8 * MS, 100 * MS, 9 * MS], [9 * MS])
     assert (found.profiled, found.unprofiled) == (10.0, 9.0)
     assert "10.00 ms, without profiling 9.00 ms: +11.1 % with it" in render(found)
+
+
+@pytest.mark.parametrize(("before", "after"), [(11, 11), (8, 11), (11, 8), (10, 10), (8, 10)])
+def test_a_cost_below_what_the_rounds_without_profiling_differ_by_is_called_noise(
+    before: float, after: float
+) -> None:
+    """A machine that gets slower, or faster, meanwhile brings no cost below 0."""
+    text = render(section([a_step()], [before * MS] * 3, [after * MS] * 5)).splitlines()[-1]
+    assert "lost in the noise" in text
+    assert f"without profiling {before:.2f} ms before that and {after:.2f} ms after it" in text
+    assert not re.search(r"[+-]\d", text)
 
 
 def test_the_table_shows_calls_milliseconds_shares_and_rates_of_a_step() -> None:
@@ -88,22 +105,57 @@ def test_the_table_shows_calls_milliseconds_shares_and_rates_of_a_step() -> None
 
 
 def on_a_stream() -> RecordedStep:
+    """Three operations: of one kernel, of two, and of none."""
     host = spans(("step", 0, 0, 10, None), ("forward", 1, 0, 10, None))
     stream = spans(
         ("linear o", 0, 4, 6, Work(4_000_000_000, 8_000_000_000)),
-        ("silu_mul", 0, 7, 8, Work(1000, 0)),
+        ("paged_attention", 0, 6.5, 7.5, Work(1_000_000_000, 0)),
+        ("take_rows", 0, 8, 8, NO_WORK),
+    )
+    stream[0].launches = spans(("cublas gemm", 1, 4, 6, None))
+    stream[1].launches = spans(
+        ("paged_attention_decode", 1, 6.5, 7.25, None),
+        ("paged_attention_reduce", 1, 7.25, 7.5, None),
     )
     return RecordedStep("decode", host, stream)
 
 
-def test_operations_on_a_stream_have_a_table_of_their_own() -> None:
+def test_operations_on_a_stream_have_a_table_of_their_own_with_their_kernels() -> None:
     found = section([on_a_stream()])
     assert (found.stream_time, found.between) == (4 * MS, 1 * MS)
     assert found.named_share == pytest.approx(0.75)  # the stream's, which is less than the host's
-    text = render(found)
-    assert "on the device, 4.00 ms from the first operation to the last" in text
-    [line] = [line for line in text.splitlines() if line.startswith("linear o")]
-    assert line.split() == ["linear", "o", "1", "2.000", "50.0%", "2000", "4"]
+    lines = render(found).splitlines()
+    at = next(i for i, line in enumerate(lines) if line.startswith("on the device, 4.00 ms from"))
+    table = {line[:34].rstrip(): line[34:].split() for line in lines[at + 2 :] if line}
+    assert lines[at + 1].split() == ["calls", "ms", "share", "GB/s", "TFLOP/s"]
+    assert list(table)[:-1] == [
+        "linear o: cublas gemm", "paged_attention", "  paged_attention_decode",
+        "  paged_attention_reduce", "take_rows: nothing launched", "(between operations)",
+    ]  # fmt: skip
+    assert table["linear o: cublas gemm"] == ["1", "2.000", "50.0%", "2000", "4"]
+    assert table["paged_attention"] == ["1", "1.000", "25.0%", "1000"]
+    assert table["  paged_attention_decode"] == ["1", "0.750", "18.8%"]
+    assert max(map(len, lines[:-1])) <= 80
+
+
+@pytest.mark.parametrize(
+    ("operation", "kernel", "shown"),
+    [
+        ("rms_norm", "rms_norm", "rms_norm"),
+        ("sample", "sample_tokens", "sample_tokens"),
+        ("paged_attention", "paged_attention_prefill_plain", "paged_attention_prefill_plain"),
+        ("swap_in", "swap_blocks", "swap_in: swap_blocks"),
+    ],
+)
+def test_a_kernel_that_is_named_after_its_operation_names_both(
+    operation: str, kernel: str, shown: str
+) -> None:
+    step = on_a_stream()
+    step.stream = spans((operation, 0, 4, 6, Work(1, 1)))
+    step.stream[0].launches = spans((kernel, 1, 4, 6, None))
+    lines = render(section([step])).splitlines()
+    assert [line[:34].rstrip() for line in lines if kernel in line] == [shown]
+    assert max(map(len, lines[:-1])) <= 80
 
 
 def test_json_has_totals_from_which_the_rates_follow() -> None:
@@ -115,10 +167,21 @@ def test_json_has_totals_from_which_the_rates_follow() -> None:
         "bytes": 24_000_000, "operations": 12_000_000_000,
     }  # fmt: skip
     assert (forward["between_operations"], found["rest"]) == (0.002, 0.001)
-    assert found["median_step"] == {"profiled": 0.01, "unprofiled": 0.008}
+    assert found["median_step"] == {
+        "profiled": 0.01, "unprofiled": 0.008, "unprofiled_before": 0.008,
+        "unprofiled_after": 0.008,
+    }  # fmt: skip
     assert "device" not in found
     device = as_json(section([on_a_stream()]))["device"]
     assert (device["seconds"], device["between_operations"]) == (0.004, 0.001)
+    assert [row["kernels"] for row in device["operations"]] == [
+        [{"name": "cublas gemm", "calls": 1, "seconds": 0.002}],
+        [
+            {"name": "paged_attention_decode", "calls": 1, "seconds": 0.00075},
+            {"name": "paged_attention_reduce", "calls": 1, "seconds": 0.00025},
+        ],
+        [],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -146,11 +209,20 @@ def test_a_trace_has_the_steps_with_their_parts_and_the_work_of_operations() -> 
     assert trace["otherData"] == {"model": "tiny"}
 
 
-def test_what_a_stream_does_is_a_row_of_its_own() -> None:
+def test_what_a_stream_does_is_a_row_of_its_own_that_names_kernels() -> None:
     events = check_trace(chrome_trace([on_a_stream()], {}))
-    assert [(event["name"], event["tid"]) for event in events] == [
-        ("decode step", 1), ("forward", 1), ("linear o", 2), ("silu_mul", 2),
+    assert [(event["name"], event["tid"], event["cat"]) for event in events] == [
+        ("decode step", 1, "range"), ("forward", 1, "range"), ("linear o", 2, "operation"),
+        ("paged_attention", 2, "operation"), ("paged_attention_decode", 2, "kernel"),
+        ("paged_attention_reduce", 2, "kernel"), ("take_rows", 2, "operation"),
     ]  # fmt: skip
+    assert events[2]["args"] == {
+        "bytes": 4_000_000_000, "operations": 8_000_000_000, "kernels": ["cublas gemm"],
+    }  # fmt: skip
+    assert events[3]["args"]["kernels"] == ["paged_attention_decode", "paged_attention_reduce"]
+    assert (events[4]["ts"], events[4]["dur"]) == (6500.0, 750.0)
+    assert "args" not in events[4]
+    assert events[6]["args"]["kernels"] == []
 
 
 def test_the_check_of_nesting_finds_an_overlap() -> None:

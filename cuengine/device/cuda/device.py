@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import ml_dtypes
@@ -21,7 +21,14 @@ from cuengine.device.cuda.attention import CacheLayout, PagedAttention
 from cuengine.device.cuda.buffers import Buffers
 from cuengine.device.cuda.graphs import Graphs
 from cuengine.device.cuda.inputs import StagedStep, StepInputs
-from cuengine.device.cuda.kernels import Kernel, KernelSet, load_kernels
+from cuengine.device.cuda.kernels import (
+    GEMM,
+    Kernel,
+    KernelSet,
+    Watcher,
+    announced,
+    load_kernels,
+)
 from cuengine.device.cuda.runtime import DeviceArray, Dim, HostArray, Runtime
 from cuengine.device.cuda.sampling import Sampler
 from cuengine.device.cuda.staging import Staging, Uploader, aligned
@@ -80,6 +87,7 @@ class CudaDevice:
         self._use_graphs = use_graphs
         self._buffers = Buffers(runtime)
         self._graphs = Graphs(runtime)
+        self._gemm: Callable[..., None] = runtime.gemm
         self._uploader = Uploader(runtime)
         self._block_lists = Staging(runtime, 1 << 12)
         self._shape: AttentionShape | None = None
@@ -182,6 +190,20 @@ class CudaDevice:
     def range(self, name: str) -> AbstractContextManager[None]:
         return self.runtime.range(name)
 
+    @contextmanager
+    def watched(self, watcher: Watcher) -> Iterator[None]:
+        """Within it the watcher is told of all that is launched, one by one, in order.
+
+        Not of copies, nor of what a graph launches that was captured before.
+        """
+        self._kernels.watch(watcher)
+        self._gemm = announced(GEMM, self.runtime.gemm, watcher)
+        try:
+            yield
+        finally:
+            self._kernels.watch(None)
+            self._gemm = self.runtime.gemm
+
     def stage(self, batch: Batch) -> StagedStep:
         staged = self._inputs.stage(
             batch,
@@ -275,7 +297,7 @@ class CudaDevice:
         if bias is not None:
             # The product is added to it, in float32, and rounded once.
             self._by_vector(self._kernels.broadcast_row, rows, width, out, bias)
-        self.runtime.gemm(out, x, weight, accumulate=bias is not None)
+        self._gemm(out, x, weight, accumulate=bias is not None)
         return out
 
     def logits(self, hidden: DeviceArray, weight: DeviceArray) -> DeviceArray:
@@ -287,7 +309,7 @@ class CudaDevice:
             capacity=min(LOGITS_ROWS, self._limits.max_rows),
         )
         if len(hidden):
-            self.runtime.gemm(out, hidden, weight)
+            self._gemm(out, hidden, weight)
         return out
 
     def rms_norm(self, x: DeviceArray, weight: DeviceArray, eps: float) -> DeviceArray:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
+from typing import Any
 
 from tqdm import tqdm
 
@@ -38,20 +40,46 @@ ARGUMENTS = {
 }
 """Parameters of each kernel as `struct` has them: P a pointer, i an int, f a float."""
 
+GEMM = "cublas gemm"
+"""What a matrix product is called among kernels: which one it takes is cuBLAS's choice."""
+
+Watcher = Callable[[str], None]
+"""Told the name of a kernel, or GEMM, just before it is launched."""
+
 
 class Kernel:
-    """A kernel that takes its arguments one by one: pointers as integers, then numbers."""
+    """A kernel that takes its arguments one by one: pointers as integers, then numbers.
 
-    __slots__ = ("_launch", "_pack")
+    name  as in cuda/*.cu
+    """
 
-    def __init__(self, function: Function, arguments: str) -> None:
+    __slots__ = ("_function", "_launch", "_pack", "name")
+
+    def __init__(self, function: Function, arguments: str, name: str) -> None:
+        self._function = function
         self._launch = function.launch
         self._pack = struct.Struct(f"@{arguments}").pack
+        self.name = name
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """From now on the watcher is told of launches; None: nobody, and nothing is asked."""
+        launch = self._function.launch
+        self._launch = launch if watcher is None else announced(self.name, launch, watcher)
 
     def __call__(
         self, grid: Dim, block: Dim, *arguments: int | float, shared_bytes: int = 0
     ) -> None:
         self._launch(grid, block, self._pack(*arguments), shared_bytes)
+
+
+def announced(name: str, launch: Callable[..., None], watcher: Watcher) -> Callable[..., None]:
+    """`launch`, of which the watcher is told."""
+
+    def announce_and_launch(*arguments: Any, **keywords: Any) -> None:
+        watcher(name)
+        launch(*arguments, **keywords)
+
+    return announce_and_launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +102,11 @@ class KernelSet:
     apply_constraints: Kernel
     sample_tokens: Kernel
     report_logprobs: Kernel
+
+    def watch(self, watcher: Watcher | None) -> None:
+        """As `Kernel.watch`, of all of them."""
+        for field in fields(self):
+            getattr(self, field.name).watch(watcher)
 
 
 def load_kernels(
@@ -119,5 +152,5 @@ def load_kernels(
         for instance, symbol in symbols.items():
             name = instance.removesuffix(suffix)
             function = module.function(symbol, shared_bytes.get(name, 0))
-            found[name] = Kernel(function, ARGUMENTS[name])
+            found[name] = Kernel(function, ARGUMENTS[name], instance)
     return KernelSet(**{field.name: found[field.name] for field in fields(KernelSet)})
