@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
+import io
 import json
+import os
+import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -440,13 +445,64 @@ def test_the_command_prints_a_table_of_prefill_and_one_of_decode_and_writes_a_tr
     assert names.count("layer 2") == 4
 
 
-def test_what_cannot_be_run_leaves_an_old_trace_alone(
+def test_what_cannot_be_run_leaves_an_old_trace_alone_and_makes_no_empty_one(
     tiny_model: TinyModel, tmp_path: Path
 ) -> None:
+    old, new, link = (tmp_path / name for name in ("old.json", "new.json", "link.json"))
+    old.write_text("an old one")
+    link.symlink_to(tmp_path / "nothing.json")
+    for trace in (old, new, link):
+        assert run(tiny_model(MODEL), "--context", "5000", "--trace", str(trace)) == 1
+    assert old.read_text() == "an old one"
+    assert {path.name for path in tmp_path.iterdir()} == {"old.json", "link.json"}
+
+
+SMALL = ("--batch", "1", "--context", "4", "--steps", "1")
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_a_trace_that_cannot_be_written_costs_nothing_but_the_trace(
+    tiny_model: TinyModel, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tiny_model(MODEL), *SMALL, *flags, "--trace", "/dev/full") == 1
+    captured = capsys.readouterr()
+    assert captured.err == (
+        "cuengine: --trace /dev/full: cannot be written: No space left on device\n"
+    )
+    if flags:
+        assert [section["kind"] for section in json.loads(captured.out)["sections"]] == [
+            "prefill", "decode",
+        ]  # fmt: skip
+    else:
+        assert captured.out.count("of the time has a name") == 2
+
+
+class FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_tables_that_cannot_be_written_cost_nothing_but_the_tables(
+    tiny_model: TinyModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     trace = tmp_path / "trace.json"
-    trace.write_text("an old one")
-    assert run(tiny_model(MODEL), "--context", "5000", "--trace", str(trace)) == 1
-    assert trace.read_text() == "an old one"
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    monkeypatch.setattr("cuengine.cli.main._discard_output", lambda: None)
+    assert run(tiny_model(MODEL), *SMALL, "--trace", str(trace)) == 1
+    assert "the output cannot be written: No space left on device" in capsys.readouterr().err
+    check_trace(json.loads(trace.read_text()))
+
+
+def test_a_trace_may_go_to_what_is_no_file(tiny_model: TinyModel, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        text = pool.submit(pipe.read_text)
+        assert run(tiny_model(MODEL), *SMALL, "--trace", str(pipe)) == 0
+        check_trace(json.loads(text.result()))
 
 
 @pytest.mark.parametrize(
@@ -466,6 +522,9 @@ def test_what_cannot_be_run_leaves_an_old_trace_alone(
             "needs 160 KV blocks of 16 tokens, and the cache has 21: ask for a batch of at most 1",
         ),
         ("--trace /nowhere/trace.json", 2, "--trace /nowhere/trace.json: cannot be written"),
+        ("--trace /tmp", 2, "--trace /tmp: cannot be written: Is a directory"),
+        ("--trace /dev/null/x", 2, "--trace /dev/null/x: cannot be written: Not a directory"),
+        (f"--trace {'a' * 300}", 2, "cannot be written: File name too long"),
     ],
 )
 def test_what_cannot_be_profiled_is_one_line_that_says_what_can(
