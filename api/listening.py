@@ -6,6 +6,7 @@ All of it is checked and bound before a model is loaded, so that what is wrong s
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import socket
 import ssl
@@ -35,6 +36,13 @@ class Listening:
     def port(self) -> int:
         """0 for a Unix socket."""
         return 0 if self.path is not None else int(self.socket.getsockname()[1])
+
+    @property
+    def reachable(self) -> bool:
+        """From other machines."""
+        if self.path is not None:
+            return False
+        return not ipaddress.ip_address(self.socket.getsockname()[0]).is_loopback
 
     def close(self) -> None:
         self.socket.close()

@@ -104,6 +104,12 @@ class RunningServer:
         self._listener = await create(
             connect, sock=listening.socket, ssl=listening.tls, backlog=_BACKLOG
         )
+        if listening.reachable and not (self._settings.api_keys or self._settings.ssl_ca_certs):
+            logger.warning(
+                "No API key is asked for: whoever reaches port %d may use the model. --api-key or "
+                "CUENGINE_API_KEY sets one",
+                self.port,
+            )
 
     async def drain(self) -> None:
         """Refuse what is new with 503 and wait until what runs is done."""

@@ -6,8 +6,10 @@ What is missing is fetched by hub.py and builtin.py; nothing here reads a weight
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 from cuengine.errors import ModelError
@@ -46,6 +48,17 @@ def find_model(name: str, *, revision: str | None = None, progress: bool = True)
     A path that exists comes before a built-in name, and that before a hub name. `revision` is a
     branch, tag or commit and only means something on a hub. Raises ModelError.
     """
+    found = _look_up(name, revision)
+    return found if isinstance(found, ModelFiles) else found(progress)
+
+
+def check_model_name(name: str, *, revision: str | None = None) -> None:
+    """Raises ModelError where `find_model` would without fetching anything."""
+    _look_up(name, revision)
+
+
+def _look_up(name: str, revision: str | None) -> ModelFiles | Callable[[bool], ModelFiles]:
+    """Files that are a path of this machine; else what fetches them, with a progress bar or not."""
     if not name.strip():
         raise ModelError(f"the model's name is empty. Allowed: {ALLOWED}")
     path = Path(name).expanduser()
@@ -58,17 +71,13 @@ def find_model(name: str, *, revision: str | None = None, progress: bool = True)
         _no_revision(name, revision, "a path")
         return _in_folder(path) if path.is_dir() else _file(path)
 
-    from cuengine.model.builtin import BUILTIN_MODELS, fetch_builtin
+    from cuengine.model.builtin import BUILTIN_MODELS
 
     if name.lower() in BUILTIN_MODELS:
         _no_revision(name, revision, "a built-in model")
-        model = BUILTIN_MODELS[name.lower()]
-        return ModelFiles(model.name, None, fetch_builtin(model, progress=progress))
+        return partial(_fetch_builtin, name.lower())
     if hub_name and not _means_a_path(name):
-        from cuengine.model.hub import fetch_from_hub
-
-        found = fetch_from_hub(hub_name[1], file=hub_name[2], revision=revision, progress=progress)
-        return ModelFiles(name, *((found, None) if found.is_dir() else (None, found)))
+        return partial(_fetch_from_hub, name, hub_name[1], hub_name[2], revision)
     if name.endswith(".gguf"):
         raise ModelError(f"{name}: no such file")
     if _means_a_path(name) or "/" in name:
@@ -78,6 +87,22 @@ def find_model(name: str, *, revision: str | None = None, progress: bool = True)
     raise ModelError(
         f"{name}: no such folder and no built-in model of that name. {hint} A model is {ALLOWED}"
     )
+
+
+def _fetch_builtin(name: str, progress: bool) -> ModelFiles:
+    from cuengine.model.builtin import BUILTIN_MODELS, fetch_builtin
+
+    model = BUILTIN_MODELS[name]
+    return ModelFiles(model.name, None, fetch_builtin(model, progress=progress))
+
+
+def _fetch_from_hub(
+    name: str, repository: str, file: str | None, revision: str | None, progress: bool
+) -> ModelFiles:
+    from cuengine.model.hub import fetch_from_hub
+
+    found = fetch_from_hub(repository, file=file, revision=revision, progress=progress)
+    return ModelFiles(name, *((found, None) if found.is_dir() else (None, found)))
 
 
 def _means_a_path(name: str) -> bool:

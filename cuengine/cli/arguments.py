@@ -49,6 +49,16 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
+class _CommandParser(_Parser):
+    """Of one command: what it does not know is its own error, and not that of all commands."""
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
+
 class _Version(argparse.Action):
     """Looks the version up only when asked: importlib.metadata costs more than all of --help."""
 
@@ -72,7 +82,9 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(
+        dest="command", metavar="COMMAND", required=True, parser_class=_CommandParser
+    )
 
     def command(name: str, summary: str) -> argparse.ArgumentParser:
         added: argparse.ArgumentParser = commands.add_parser(
@@ -123,7 +135,7 @@ def build_parser() -> argparse.ArgumentParser:
     pull = command("pull", "fetch a model and prepare it, so that it starts at once")
     _add_model(pull)
 
-    compile_ = command("compile", "build kernels ahead: the CUDA ones with no GPU present")
+    compile_ = command("compile", "build kernels ahead: CUDA's, with no GPU present, or the CPU's")
     _add_compile(compile_)
 
     info = command("info", "show what cuengine finds on this machine; for bug reports")

