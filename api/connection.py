@@ -16,6 +16,7 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler, RequestPayloadError
 from aiohttp.web_server import Server
 
+from cuengine.api.access_log import AccessLogger
 from cuengine.api.errors import ApiError, error_body, error_from, error_response
 
 logger = logging.getLogger("cuengine.api")
@@ -30,7 +31,7 @@ _TIMEOUT_ANSWER = (
 class Connection(RequestHandler):
     """aiohttp's protocol with a deadline for headers, and an end as soon as the client has left."""
 
-    __slots__ = ("_busy", "_deadline")
+    __slots__ = ("_busy", "_deadline", "_started", "_stopping")
 
     def __init__(
         self,
@@ -41,15 +42,31 @@ class Connection(RequestHandler):
         **kwargs: Any,
     ) -> None:
         super().__init__(server, loop=loop, **kwargs)
-        self._busy = False
+        self._busy = self._stopping = False
+        self._started = 0.0
         self._deadline = loop.call_later(header_timeout, self._headers_late)
 
     def request_started(self) -> None:
         self._deadline.cancel()
         self._busy = True
+        self._started = self._loop.time()
 
     def request_finished(self) -> None:
         self._busy = False
+
+    def request_cut_off(self, request: web.BaseRequest) -> None:
+        """For the access log, where it was the client that left: aiohttp logs whole answers only.
+
+        To be called by the task that was answering.
+        """
+        gone = self.transport is None or self.transport.is_closing()
+        if gone and not self._stopping and isinstance(self.access_logger, AccessLogger):
+            self.access_logger.log_departure(request, self._loop.time() - self._started)
+
+    async def shutdown(self, timeout: float | None = 15.0) -> None:
+        """The server stops: from here on it leaves, and not the client."""
+        self._stopping = True
+        await super().shutdown(timeout)
 
     def eof_received(self) -> None:
         if self._busy:

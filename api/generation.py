@@ -11,6 +11,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from cuengine.api.access_log import progress
 from cuengine.api.errors import ApiError
 from cuengine.api.metrics import RequestTimer
 from cuengine.api.protocol import (
@@ -165,6 +166,7 @@ async def _run_one(
         ) from None
     finally:
         timer.close()
+        progress.get().tokens += timer.num_tokens
         if state.tracing is not None:
             state.tracing.record(request_id, len(prompt), params, timer)
 

@@ -223,6 +223,10 @@ async def gate(request: web.Request, handler: _Handler) -> web.StreamResponse:
         state.tracing.note_parent(request.headers)
     try:
         response = await _admit(request, handler, state)
+    except (asyncio.CancelledError, ConnectionError):
+        if isinstance(connection, Connection):
+            connection.request_cut_off(request)
+        raise
     finally:
         state.request_finished()
         if isinstance(connection, Connection):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import shutil
 import socket
 import ssl
@@ -15,7 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 from fake_engine import FakeEngine
-from serving import Serve, Served
+from serving import Serve, Served, raw_request
 
 from cuengine.api.server import ServerSettings, listen, running_server
 from cuengine.errors import ConfigError
@@ -171,6 +172,116 @@ async def test_the_access_log_has_a_line_for_every_request(
     )
     assert fields["bytes"] > 0
     assert fields["seconds"] >= 0
+
+
+def _lines(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name == "cuengine.access"]
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses"])
+async def test_a_stream_whose_client_leaves_has_a_line_with_its_tokens_so_far(
+    serve: Serve, caplog: pytest.LogCaptureFixture, path: str
+) -> None:
+    engine = FakeEngine(text="x" * 900, delay=0.005)
+    served = await serve(engine)
+    body = dict(BODIES)[path] | {"stream": True}
+    with caplog.at_level(logging.INFO, "cuengine.access"):
+        reader, writer = await served.raw(raw_request(path, body, X_Request_Id="id-9"))
+        received = await reader.readuntil(b"x") + await reader.readuntil(b"x")
+        writer.close()
+        await engine.until(lambda: engine.calls[0].aborted)
+        while not _lines(caplog):
+            await asyncio.sleep(0.01)
+    (line,) = _lines(caplog)
+    assert f'127.0.0.1 "POST {path}" 200 ' in line.getMessage()
+    assert re.search(r" s id-9 \(client left after \d+ tokens\)$", line.getMessage())
+    fields = line.fields  # type: ignore[attr-defined]
+    assert (fields["client_left"], fields["request_id"]) == (True, "id-9")
+    assert 1 <= fields["tokens"] < 900
+    assert fields["bytes"] >= len(received)
+    assert fields["seconds"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompts", [1, 3])
+async def test_a_client_that_leaves_before_anything_was_sent_is_logged_with_499(
+    serve: Serve, caplog: pytest.LogCaptureFixture, stream: bool, prompts: int
+) -> None:
+    engine = FakeEngine(text="abc")
+    engine.gate.clear()
+    served = await serve(engine)
+    body = {"prompt": ["a"] * prompts, "stream": stream}
+    with caplog.at_level(logging.INFO, "cuengine.access"):
+        _, writer = await served.raw(raw_request(COMPLETIONS, body))
+        await engine.until(lambda: len(engine.calls) == prompts)
+        writer.close()
+        while not _lines(caplog):
+            await asyncio.sleep(0.01)
+    (line,) = _lines(caplog)
+    assert f'127.0.0.1 "POST {COMPLETIONS}" 499 0 B ' in line.getMessage()
+    assert line.getMessage().endswith(" (client left after 0 tokens)")
+
+
+async def test_tokens_of_all_prompts_count_where_the_client_leaves(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine(text="x" * 900, delay=0.005)
+    served = await serve(engine)
+    with caplog.at_level(logging.INFO, "cuengine.access"):
+        body = {"prompt": ["a"] * 4, "n": 3, "stream": True}
+        reader, writer = await served.raw(raw_request(COMPLETIONS, body))
+        for _ in range(24):
+            await reader.readuntil(b'"text":"x"')
+        writer.close()
+        while not _lines(caplog):
+            await asyncio.sleep(0.01)
+    (line,) = _lines(caplog)
+    assert line.fields["tokens"] >= 24  # type: ignore[attr-defined]
+
+
+async def test_a_stream_that_the_server_ends_is_not_said_to_have_been_left(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = FakeEngine(text="x" * 900)
+    engine.gate.clear()
+    served = await serve(engine)
+    with caplog.at_level(logging.INFO, "cuengine.access"):
+        _, writer = await served.raw(raw_request(COMPLETIONS, BODY | {"stream": True}))
+        await engine.until(lambda: len(engine.calls) == 1)
+        await served.server.stop()  # the engine says nothing, so the connection is cut
+        assert engine.calls[0].aborted
+        writer.close()
+    assert not _lines(caplog)
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ({"host": "0.0.0.0"}, True),
+        ({"host": "0.0.0.0", "api_keys": ("k",)}, False),
+        ({"host": "127.0.0.1"}, False),
+        ({"host": "localhost"}, False),
+        *([({"host": "::"}, True), ({"host": "::1"}, False)] if _has_ipv6() else []),
+    ],
+)
+async def test_a_server_that_all_may_use_says_so_in_one_line(
+    serve: Serve, caplog: pytest.LogCaptureFixture, settings: dict[str, Any], warned: bool
+) -> None:
+    with caplog.at_level(logging.INFO, "cuengine.api"):
+        served = await serve(**settings)
+    lines = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(lines) == warned
+    for line in lines:
+        assert f"whoever reaches port {served.server.port} may use the model" in line
+        assert "--api-key" in line
 
 
 async def test_the_log_of_a_failure_names_the_request(

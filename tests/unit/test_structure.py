@@ -30,6 +30,7 @@ ASSEMBLY = {
 API_USES = {
     "cuengine.async_engine",
     "cuengine.config",
+    "cuengine.counted",
     "cuengine.engine_view",
     "cuengine.errors",
     "cuengine.extras",
