@@ -76,10 +76,10 @@ class AccessLogger(AbstractAccessLogger):
             "seconds": round(time, 6),
             "request_id": request_id.get(),
             "client_left": True,
-            "tokens": progress.get().tokens,
+            "tokens": (tokens := progress.get().tokens),
         }
-        tokens = counted(progress.get().tokens, "token")
-        self.logger.info(f"{_LINE} (client left after {tokens})", fields, extra={"fields": fields})
+        left = f"client left after {counted(tokens, 'token')}" if tokens else "client left"
+        self.logger.info(f"{_LINE} ({left})", fields, extra={"fields": fields})
 
 
 _LINE = '%(remote)s "%(method)s %(path)s" %(status)d %(bytes)d B %(seconds).3f s %(request_id)s'

@@ -61,6 +61,9 @@ class EngineLink:
     def start(self, config: EngineConfig) -> None:
         """Have the engine loaded; log records come as far as they are wanted here."""
         levels = {name: logging.getLogger(name).getEffectiveLevel() for name in ("", "cuengine")}
+        for name, known in list(logging.root.manager.loggerDict.items()):
+            if name.startswith("cuengine.") and isinstance(known, logging.Logger) and known.level:
+                levels[name] = known.level
         with suppress(OSError):  # it has ended already, which `wait_ready` will say
             self._socket.sendall(frame(Start(config, levels)))
 

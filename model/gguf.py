@@ -322,17 +322,12 @@ def _write_weights(path: Path, gguf: GgufFile, config: ModelConfig, *, progress:
             f"{path.parent.parent}: {total / 1e9:.2f} GB are needed there for the converted model "
             f"and {free / 1e9:.2f} GB are free. Set CUENGINE_CACHE to a folder on another disk"
         )
-    stored = sum(gguf.tensors[name].num_bytes for name in used if name in gguf.tensors)
     logger.info(
-        "Converting %s: %.0f MB of weights become %.0f MB in float32, on disk and in memory",
+        "Converting %s to float32: %.0f MB of weights, on disk and in memory",
         gguf.path.name,
-        stored / 1e6,
         total / 1e6,
     )
-    _say(
-        f"Converting {gguf.path.name}: {stored / 1e6:.0f} MB become {total / 1e6:.0f} MB …",
-        progress,
-    )
+    _say(f"Converting {gguf.path.name} to float32: {total / 1e6:.0f} MB of weights …", progress)
     bar = tqdm(
         total=total,
         desc=f"Converting {gguf.path.name}",

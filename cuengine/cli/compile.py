@@ -9,7 +9,9 @@ import time
 from itertools import product
 
 from cuengine.cli.arguments import UsageError
+from cuengine.cli.start import note
 from cuengine.cli.values import format_size
+from cuengine.counted import counted
 from cuengine.device.cpu_kernels import compile_cpu_kernels, has_numba
 from cuengine.device.kernel_cache import compile_program
 from cuengine.device.kernel_variants import DTYPES, HEAD_DIMS, programs
@@ -43,6 +45,7 @@ def _compile_for_cpu(args: argparse.Namespace) -> None:
             raise UsageError(f"--{flag.replace('_', '-')} is for --device cuda")
     if not has_numba():
         raise UsageError("--device cpu: only Numba compiles, and it is not installed")
+    note("Compiling the CPU's kernels, if they are not there yet: up to a minute …")
     print(f"kernels for {compile_cpu_kernels(args.out)}", flush=True)
 
 
@@ -64,6 +67,8 @@ def _compile_for_gpus(args: argparse.Namespace) -> None:
             for program in programs(dtype, head_dim, arch)
         }
         size = 0
+        note(f"Compiling {counted(len(wanted), 'program')} for sm_{arch} …")
         for program in wanted:
             size += compile_program(nvrtc, program, arch, args.out).cubin.stat().st_size
-        print(f"sm_{arch}: {len(wanted)} programs, {format_size(size)}", flush=True)
+        programs_made = counted(len(wanted), "program")
+        print(f"sm_{arch}: {programs_made}, {format_size(size)}", flush=True)

@@ -234,8 +234,12 @@ def _builtin_models() -> dict[str, Any]:
     from cuengine.model.builtin import BUILTIN_MODELS, find_builtin
 
     return {
-        model.name: f"{model.description}, {model.licence}, {format_size(model.size)}: "
-        + (f"in {found}" if (found := find_builtin(model)) else "not fetched yet")
+        model.name: f"{model.description}, {model.licence}: "
+        + (
+            f"in {found}"
+            if (found := find_builtin(model))
+            else f"not fetched yet, a download of {format_size(model.wheel_size)}"
+        )
         for model in BUILTIN_MODELS.values()
     }
 

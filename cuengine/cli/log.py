@@ -27,11 +27,12 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, ensure_ascii=False)
 
 
-def log_to_stderr(level: str, form: str) -> None:
+def log_to_stderr(level: str, form: str, *, explain_waits: bool = False) -> None:
     """Our own messages at the level asked for, other libraries' warnings.
 
     level  of LOG_LEVELS in arguments.py
     form   "text" or "json"
+    explain_waits  whatever the level, say what lets a first start take most of a minute
     """
     logging.basicConfig(
         level=logging.WARNING,
@@ -42,3 +43,5 @@ def log_to_stderr(level: str, form: str) -> None:
         for handler in logging.getLogger().handlers:
             handler.setFormatter(JsonLines())
     logging.getLogger("cuengine").setLevel(level.upper())
+    if explain_waits:
+        logging.getLogger("cuengine.device.numba_setup").setLevel(logging.INFO)

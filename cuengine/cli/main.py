@@ -80,7 +80,12 @@ def _set_up_logging(args: argparse.Namespace) -> None:
         level = "info" if args.command == "serve" else "warning"
     if level not in LOG_LEVELS:
         raise UsageError(f"CUENGINE_LOG={level!r} is not one of: {', '.join(LOG_LEVELS)}")
-    log_to_stderr(level, getattr(args, "log_format", "text"))
+    asked = args.log_level or "CUENGINE_LOG" in os.environ
+    log_to_stderr(
+        level,
+        getattr(args, "log_format", "text"),
+        explain_waits=not asked and sys.stderr.isatty(),
+    )
 
 
 if __name__ == "__main__":

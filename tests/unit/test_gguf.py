@@ -473,7 +473,7 @@ def test_where_stderr_is_no_terminal_each_phase_is_one_line_and_nothing_is_drawn
     assert "\r" not in lines
     assert [line.split()[:2] for line in lines.splitlines()] == [
         ["Reading", "x.gguf"],
-        ["Converting", "x.gguf:"],
+        ["Converting", "x.gguf"],
     ]
     device = CpuDevice()
     load_weights(folder, read_model_config(folder), device, max_model_len=16, progress=True)
@@ -512,8 +512,8 @@ def test_the_log_says_what_dequantizing_costs(
         if tensor.ndim == 2:
             tensors[name], types[name] = quantize(tensor, Type.Q8_0), Type.Q8_0
     convert_gguf(write_gguf(tmp_path / "x.gguf", tensors, METADATA, types), progress=False)
-    # 598,016 weights in matrices at 34 bytes for 32, and 768 in vectors at 4 bytes each.
-    assert "1 MB of weights become 2 MB in float32" in caplog.text
+    # 598,016 weights in matrices and 768 in vectors, at 4 bytes each.
+    assert "Converting x.gguf to float32: 2 MB of weights, on disk and in memory" in caplog.text
 
 
 def test_progress_is_shown_when_asked_for(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
