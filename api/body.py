@@ -14,6 +14,7 @@ from aiohttp import web
 from cuengine.api.errors import ApiError
 from cuengine.api.protocol import MEANT_IF_EMPTY, Body
 from cuengine.api.state import ServerState
+from cuengine.counted import counted
 
 T = TypeVar("T", bound=Body)
 
@@ -42,7 +43,8 @@ async def read_json(request: web.Request, state: ServerState) -> bytes:
     except TimeoutError:
         raise ApiError(
             408,
-            f"The request body did not arrive within {settings.body_timeout:g} seconds.",
+            "The request body did not arrive within "
+            f"{counted(f'{settings.body_timeout:g}', 'second')}.",
             headers={"Connection": "close"},
         ) from None
     except web.HTTPRequestEntityTooLarge:

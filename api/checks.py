@@ -17,6 +17,7 @@ from cuengine.api.protocol import (
     ToolChoice,
     Typed,
 )
+from cuengine.counted import counted
 from cuengine.errors import RequestError
 
 MAX_TOP_LOGPROBS = 20
@@ -109,7 +110,7 @@ def _check_stop(stop: str | list[str] | None) -> None:
     if len(strings) > MAX_STOP_STRINGS or characters > MAX_STOP_CHARACTERS:
         raise refuse(
             "stop",
-            f"stop: {len(strings)} strings of {characters} characters together; at most "
+            f"stop: {counted(len(strings), 'string')} of {characters} characters together; at most "
             f"{MAX_STOP_STRINGS} strings of {MAX_STOP_CHARACTERS} characters together are taken.",
         )
 

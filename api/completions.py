@@ -47,6 +47,7 @@ from cuengine.api.tokens import (
     encode,
     need_tokenizer,
 )
+from cuengine.counted import counted
 from cuengine.outputs import RequestDelta, SequenceDelta, TokenLogprobs
 from cuengine.sampling_params import RequestParams
 from cuengine.structured_outputs import StructuredOutputsParams
@@ -87,8 +88,8 @@ async def create_completion(
     if len(given) * width > MAX_SEQUENCES:
         raise ApiError(
             400,
-            f"{len(given)} prompts of {width} samples each are more than "
-            f"{MAX_SEQUENCES} sequences.",
+            f"{counted(len(given), 'prompt')} of {counted(width, 'sample')} each: at most "
+            f"{MAX_SEQUENCES} sequences are taken.",
             param="prompt",
         )
     prompts = await _tokenize(state, body, given)

@@ -22,6 +22,7 @@ from cuengine.api.protocol import (
     Usage,
 )
 from cuengine.api.state import ServerState
+from cuengine.counted import counted
 from cuengine.outputs import FinishReason, RequestDelta, SequenceDelta, TokenLogprobs
 from cuengine.sampling_params import RequestParams, SamplingParams
 from cuengine.structured_outputs import StructuredOutputsParams
@@ -161,7 +162,8 @@ async def _run_one(
     except TimeoutError:
         raise ApiError(
             504,
-            f"The answer took longer than this server's limit of {limit:g} seconds.",
+            "The answer took longer than this server's limit of "
+            f"{counted(f'{limit:g}', 'second')}.",
             code="request_timeout",
         ) from None
     finally:

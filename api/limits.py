@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from cuengine.api.errors import ApiError
+from cuengine.counted import counted
 
 RETRY_AFTER_SECONDS = 2
 
@@ -29,7 +30,7 @@ class Limits:
     def one_request(self) -> Iterator[None]:
         """Raises ApiError 429 where as many run as may."""
         if self.concurrent >= self._max_concurrent:
-            raise _refusal(f"{self.concurrent} requests are being answered")
+            raise _refusal(f"{counted(self.concurrent, 'request')} at once")
         self.concurrent += 1
         try:
             yield
@@ -39,7 +40,7 @@ class Limits:
     def check_queue(self) -> None:
         """Raises ApiError 429 where as many prompts wait as may."""
         if self.waiting >= self._max_waiting:
-            raise _refusal(f"{self.waiting} prompts wait for their first token")
+            raise _refusal(f"{counted(self.waiting, 'prompt')} waiting for a first token")
 
     @contextmanager
     def one_prompt(self) -> Iterator[Waiting]:

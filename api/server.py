@@ -20,6 +20,7 @@ from cuengine.api.listening import Listening, listen
 from cuengine.api.routes import add_cors_headers, add_routes, gate
 from cuengine.api.settings import ServerSettings
 from cuengine.api.state import STATE, ServerState
+from cuengine.counted import counted
 
 __all__ = [
     "RunningServer",
@@ -171,8 +172,8 @@ async def _serve(
         logger.info("Serving %s at %s", ", ".join(names), server.url)
         await first.wait()
         logger.info(
-            "Draining: %d requests run, new ones get 503. At most %g s; a second signal stops now.",
-            server.in_flight,
+            "Draining: %s in flight, new ones get 503. At most %g s; a second signal stops now.",
+            counted(server.in_flight, "request"),
             settings.drain_timeout,
         )
         waits = [asyncio.create_task(server.drain()), asyncio.create_task(second.wait())]
@@ -182,5 +183,6 @@ async def _serve(
         for task in waits:
             task.cancel()
         if server.in_flight:
-            logger.warning("Stopping with %d requests unfinished", server.in_flight)
+            unfinished = counted(server.in_flight, "request")
+            logger.warning("Stopping with %s unfinished", unfinished)
     logger.info("Stopped")

@@ -16,6 +16,7 @@ from cuengine.api.engine import ServingTemplate, ServingTokenizer
 from cuengine.api.errors import ApiError
 from cuengine.api.protocol import ChatMessage, ChatRequest, TokenizeRequest, Tool, ToolCall
 from cuengine.api.state import SHORT_TEXT, ServerState
+from cuengine.counted import counted
 from cuengine.errors import RequestError
 
 logger = logging.getLogger("cuengine.api")
@@ -42,8 +43,9 @@ def check_length(state: ServerState, text: str, param: str) -> None:
     if len(text) > state.max_prompt_tokens and len(text) > state.longest_text:
         raise ApiError(
             400,
-            f"The prompt does not fit: {_limit(state)} is {state.max_prompt_tokens} tokens, which "
-            f"{len(text)} characters exceed in any case.",
+            f"The prompt does not fit: {_limit(state)} is "
+            f"{counted(state.max_prompt_tokens, 'token')}, which {len(text)} characters exceed in "
+            "any case.",
             param=param,
             code="context_length_exceeded",
         )
@@ -56,7 +58,7 @@ def check_num_tokens(state: ServerState, token_ids: list[int], param: str) -> No
         raise ApiError(
             400,
             f"The prompt does not fit: it has {len(token_ids)} tokens, and {_limit(state)} is "
-            f"{limit} tokens.",
+            f"{counted(limit, 'token')}.",
             param=param,
             code="context_length_exceeded",
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
+from cuengine.counted import counted
 from cuengine.errors import RequestError
 from cuengine.sampling_params import BeamSearchParams, RequestParams
 
@@ -31,26 +32,27 @@ class Limits:
         room = self.max_model_len - len(prompt_token_ids)
         # Word for word what clients of OpenAI look for.
         context = f"this model's maximum context length is {self.max_model_len} tokens"
+        prompt = counted(len(prompt_token_ids), "token")
         if not prompt_token_ids:
             raise RequestError("The prompt is empty: give it at least one token", param="prompt")
         if room < 1:
             raise RequestError(
-                f"The prompt does not fit: it has {len(prompt_token_ids)} tokens, and {context}. "
+                f"The prompt does not fit: it has {prompt}, and {context}. "
                 f"Shorten it to at most {self.max_model_len - 1}.",
                 param="prompt",
                 code="context_length_exceeded",
             )
         if params.max_tokens is not None and params.max_tokens > room:
             raise RequestError(
-                f"max_tokens={params.max_tokens} does not fit: the prompt has "
-                f"{len(prompt_token_ids)} tokens, and {context}. Ask for at most {room}.",
+                f"max_tokens={params.max_tokens} does not fit: the prompt has {prompt}, and "
+                f"{context}. Ask for at most {room}.",
                 param="max_tokens",
                 code="context_length_exceeded",
             )
         if params.min_tokens > room:
             raise RequestError(
-                f"min_tokens={params.min_tokens} does not fit: the prompt leaves room for {room} "
-                f"tokens, and {context}.",
+                f"min_tokens={params.min_tokens} does not fit: the prompt leaves room for "
+                f"{counted(room, 'token')}, and {context}.",
                 param="min_tokens",
                 code="context_length_exceeded",
             )

@@ -16,6 +16,7 @@ import logging
 from collections import deque
 
 from cuengine.config import STEP_TIMEOUT, EngineConfig, check_step_timeout
+from cuengine.counted import counted
 from cuengine.engine_keeper import EngineKeeper
 from cuengine.engine_link import EngineLink
 from cuengine.engine_view import EngineView
@@ -262,7 +263,8 @@ class AsyncEngine(FrontDesk):
     def engine_died(self) -> None:
         self._fail_views()
         roster = self._roster
-        logger.error("The engine's process ended with %d requests in flight", len(roster))
+        in_flight = counted(len(roster), "request")
+        logger.error("The engine's process ended with %s in flight", in_flight)
         batch = roster.batch()
         flights = [flight for key in batch if (flight := roster.find(key)) is not None]
         guilty = self._suspicion.died(
@@ -282,7 +284,8 @@ class AsyncEngine(FrontDesk):
                 ),
             )
         if self._suspicion.suspects:
-            logger.warning("%d requests run one at a time now", len(self._suspicion.suspects))
+            suspects = counted(len(self._suspicion.suspects), "request")
+            logger.warning("From now on one at a time: %s", suspects)
 
     def engine_failed(self) -> None:
         self._fail_streams()

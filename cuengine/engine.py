@@ -27,6 +27,7 @@ from cuengine.batch_builder import build_batch, build_sampling
 from cuengine.beam_search import BeamSearch, Candidates, Result
 from cuengine.block_pool import BlockPool
 from cuengine.config import EngineConfig
+from cuengine.counted import counted
 from cuengine.engine_view import NUM_STEPS, EngineView, StepView
 from cuengine.errors import RequestError
 from cuengine.grammar import Grammar, GrammarCompiler
@@ -466,8 +467,8 @@ class Engine:
             if ending == "error":
                 output.stop_reason = (
                     "The answer cannot be finished: after "
-                    f"{position + 1 - sequence.prompt_len} tokens, what it has to match cannot be "
-                    f"followed any further: {matcher.problem}"
+                    f"{counted(position + 1 - sequence.prompt_len, 'token')}, what it has to match "
+                    f"cannot be followed any further: {matcher.problem}"
                 )
         elif position + 1 == sequence.max_len:
             output.finish_reason = "length"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 from tqdm import tqdm
 
 from cuengine.config import EngineConfig
+from cuengine.counted import counted
 from cuengine.engine import Engine
 from cuengine.errors import ConfigError, RequestError
 from cuengine.output_processor import OutputProcessor
@@ -243,5 +244,5 @@ def _one_for_each(name: str, value: T | Sequence[T], kind: type[T], count: int) 
         )
     values = [value] * count if isinstance(value, kind) else list(cast(Sequence[T], value))
     if len(values) != count:
-        raise RequestError(f"{name}: {len(values)} for {count} prompts", param=name)
+        raise RequestError(f"{name}: {len(values)} for {counted(count, 'prompt')}", param=name)
     return values

@@ -17,6 +17,7 @@ import numpy as np
 
 from cuengine.beside import Beside
 from cuengine.config import EngineConfig
+from cuengine.counted import counted
 from cuengine.draft_model import DraftModelProposer
 from cuengine.engine import Engine, LoadedModel
 from cuengine.errors import ConfigError, DeviceMemoryError
@@ -283,7 +284,8 @@ def size_kv_cache(
     fits = num_blocks * size
     if num_blocks < 1 or (num_blocks < blocks_per_sequence and config.max_model_len is not None):
         raise ConfigError(
-            f"max_model_len={max_model_len} needs {blocks_per_sequence} KV blocks of {size} tokens "
+            f"max_model_len={max_model_len} needs {counted(blocks_per_sequence, 'KV block')} of "
+            f"{size} tokens "
             f"({blocks_per_sequence * block_bytes / 2**20:.0f} MiB); the cache has {num_blocks}. "
             f"Ask for at most {fits}, or give kv_cache_memory={blocks_per_sequence * block_bytes} "
             f"or on a GPU a gpu_memory_utilization above {config.gpu_memory_utilization}."
@@ -298,8 +300,8 @@ def size_kv_cache(
         )
         max_model_len = fits
     logger.info(
-        "KV cache: %d blocks of %d tokens, %.0f MiB",
-        num_blocks,
+        "KV cache: %s of %d tokens, %.0f MiB",
+        counted(num_blocks, "block"),
         size,
         num_blocks * block_bytes / 2**20,
     )

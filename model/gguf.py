@@ -26,6 +26,7 @@ from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from cuengine.counted import counted
 from cuengine.errors import ModelError
 from cuengine.model.config import ModelConfig, parse_model_config
 from cuengine.model.gguf_file import GgufFile, GgufTensor
@@ -312,7 +313,7 @@ def _write_weights(path: Path, gguf: GgufFile, config: ModelConfig, *, progress:
     unknown = [name for name in gguf.tensors if name not in used]
     if unknown:
         raise ModelError(
-            f"{gguf.path}: {len(unknown)} tensors are not those of a LLaMA model, such as "
+            f"{gguf.path}: has {counted(len(unknown), 'tensor')} that no LLaMA model has, such as "
             f"{unknown[0]!r}"
         )
     total = 4 * sum(math.prod(part.shape) for part in parts)

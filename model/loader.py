@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from cuengine.counted import counted
 from cuengine.device.interface import Array, Device
 from cuengine.errors import ModelError
 from cuengine.model.config import ModelConfig
@@ -113,9 +114,9 @@ def _open_checked(folder: Path, config: ModelConfig) -> Checkpoint:
     ]
     if unknown:
         logger.warning(
-            "%s: ignoring %d tensors that a %s has no use for, such as %s",
+            "%s: ignoring %s that a %s has no use for, such as %s",
             folder,
-            len(unknown),
+            counted(len(unknown), "tensor"),
             config.architecture,
             unknown[0],
         )

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cuengine.config import EngineConfig
+from cuengine.counted import counted
 from cuengine.engine_view import EngineView
 from cuengine.errors import EngineDiedError, EngineStoppedError, RequestError
 from cuengine.flights import Flight
@@ -271,7 +272,8 @@ class RayEngine(FrontDesk):
             self._spawn(self._submit_later(run.flight))
             return
         lost = [other for other in self._runs.values() if other.replica == run.replica]
-        logger.error("Replica %s is lost with %d requests: %s", run.replica, len(lost), why)
+        held = counted(len(lost), "request")
+        logger.error("Replica %s is lost with %s: %s", run.replica, held, why)
         self.num_restarts += 1
         for other in lost:
             self._withdraw(other.flight)
@@ -300,7 +302,8 @@ class RayEngine(FrontDesk):
                 ),
             )
         if self._suspicion.suspects:
-            logger.warning("%d requests run one at a time now", len(self._suspicion.suspects))
+            held = counted(len(self._suspicion.suspects), "request")
+            logger.warning("From now on one at a time: %s", held)
 
     # What is seen to all the time.
 

@@ -22,6 +22,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.schema import LoggingConfig
 
 from cuengine.config import EngineConfig
+from cuengine.counted import counted
 from cuengine.engine_view import EngineView
 from cuengine.errors import ConfigError
 from cuengine.ray_backend.fleet import FleetGoneError
@@ -67,7 +68,7 @@ class ServeFleet:
         """Start the replicas. Returns what all of them can do; raises ConfigError."""
         self._handle = self._run()
         results = self._handle.broadcast("ready").results(timeout_s=60)
-        logger.info("%d replicas of %s are ready", len(results), self._config.model)
+        logger.info("Ready: %s of %s", counted(len(results), "replica"), self._config.model)
         return Ready(
             min(ready.max_model_len for ready in results),
             min(ready.num_blocks for ready in results),

@@ -66,7 +66,7 @@ async def test_more_prompts_than_may_wait_get_429_until_one_has_its_first_token(
     tasks = await _many(served, 3)
     status, error = await served.error(CHAT, HI | {"stream": stream})
     assert (status, error["code"]) == (429, "rate_limit_exceeded")
-    assert "3 prompts wait" in error["message"]
+    assert "3 prompts waiting" in error["message"]
     served.engine.gate.set()
     assert [status for status, _ in await asyncio.gather(*tasks)] == [200] * 3
     assert (await served.post(CHAT, HI | {"stream": stream}))[0] == 200

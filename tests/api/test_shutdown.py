@@ -97,7 +97,7 @@ def test_sigterm_lets_running_streams_end_and_refuses_new_requests() -> None:
     with process(text="0123456789", delay=0.3) as server:
         peer = server.stream()
         server.signal()
-        server.read_until("Draining: 1 requests run")
+        server.read_until("Draining: 1 request in flight")
         assert server.status_of("/ready") == 503
         assert server.status_of("/v1/models") == 503
         # Alive it is, or it would be killed before its streams have ended.
@@ -114,7 +114,7 @@ def test_after_the_drain_timeout_running_streams_end_with_an_error() -> None:
     with process(**options) as server:
         peer = server.stream()
         server.signal()
-        server.read_until("Stopping with 1 requests unfinished")
+        server.read_until("Stopping with 1 request unfinished")
         assert b'data: {"error":' in _read_all(peer)
         assert server.process.wait(20) == 0
 

@@ -123,7 +123,7 @@ def test_after_one_signal_streams_come_to_their_end_and_after_two_they_do_not(
             os.kill(engine, signal.SIGSTOP)
             peer = server.stream()
             ask_to_end(server)
-            server.read_until("Draining: 1 requests run")
+            server.read_until("Draining: 1 request in flight")
             if signals == 1:
                 os.kill(engine, signal.SIGCONT)
                 assert b"data: [DONE]" in read_all(peer)

@@ -53,7 +53,7 @@ def test_a_bad_prompt_is_refused_before_anything_runs(llm: LLM):
         llm.generate(None, greedy())  # type: ignore[arg-type]
     with pytest.raises(RequestError, match="params: SamplingParams, or one for each prompt, not"):
         llm.generate("x", BeamSearchParams(2, 4))  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="params: 2 for 1 prompts"):
+    with pytest.raises(RequestError, match=r"params: 2 for 1 prompt$"):
         llm.generate("x", [greedy(), greedy()])
     assert not llm.engine.has_unfinished()
     assert llm.stats().num_steps == steps
