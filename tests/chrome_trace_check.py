@@ -1,47 +1,92 @@
-"""Whether a Chrome trace has the shape that Perfetto and chrome://tracing read."""
+"""Whether a Chrome trace is one that Perfetto shows whole.
+
+What is asked for is what "Trace Event Format" (Chromium's documents) says of complete and metadata
+events, and what Perfetto's importer makes of them: it drops events in silence that it cannot place
+(src/trace_processor/importers/json/json_trace_tokenizer.cc and importers/common/slice_tracker.cc).
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 _NANOSECONDS = 10**3
-"""Of a trace's microsecond."""
+"""Of a trace's microsecond. Perfetto counts in them, rounded to the nearest."""
+
+_KEYS = {
+    "M": {"ph", "pid", "tid", "name", "args"},
+    "X": {"ph", "pid", "tid", "name", "cat", "ts", "dur"},
+}
+"""That an event has to have; complete ones (X) may have args, too."""
+
+Event = dict[str, Any]
 
 
-def check_trace(trace: dict[str, Any]) -> list[dict[str, Any]]:
+def check_trace_file(text: str) -> list[Event]:
+    """Its complete events. The type of a file is known by how it begins, and nothing may follow."""
+    assert text.startswith('{"')
+    assert text.endswith("}")
+    trace = json.loads(text)
+    assert isinstance(trace, dict)
+    return check_trace(trace)
+
+
+def check_trace(trace: dict[str, Any]) -> list[Event]:
     """Its complete events."""
-    assert json.loads(json.dumps(trace)) == trace
-    named = set()
+    assert json.loads(json.dumps(trace, allow_nan=False)) == trace
+    assert trace.keys() == {"traceEvents", "displayTimeUnit", "otherData"}
+    assert trace["displayTimeUnit"] in ("ms", "ns")
+    assert isinstance(trace["otherData"], dict)
+    named: set[tuple[str, int, int]] = set()
     events = []
     for event in trace["traceEvents"]:
-        assert isinstance(event["name"], str)
-        assert isinstance(event["pid"], int)
-        assert isinstance(event["tid"], int)
+        _check_keys(event)
         if event["ph"] == "M":
             assert event["name"] in ("process_name", "thread_name")
             assert event["args"]["name"]
-            named.add((event["pid"], event["tid"]))
-            continue
-        assert event["ph"] == "X"
-        assert event["ts"] >= 0
-        assert event["dur"] >= 0
-        events.append(event)
-    assert {(event["pid"], event["tid"]) for event in events} <= named
-    for row in named:
-        check_nesting([event for event in events if (event["pid"], event["tid"]) == row])
+            assert isinstance(event["args"]["name"], str)
+            named.add((event["name"], event["pid"], event["tid"]))
+        else:
+            events.append(event)
+    threads = {(event["pid"], event["tid"]) for event in events}
+    assert threads == {(pid, tid) for kind, pid, tid in named if kind == "thread_name"}
+    assert {pid for pid, _ in threads} == {pid for kind, pid, _ in named if kind == "process_name"}
+    for thread in threads:
+        check_nesting([event for event in events if (event["pid"], event["tid"]) == thread])
     return events
 
 
-def check_nesting(events: list[dict[str, Any]]) -> None:
-    """Of one thread: of two events one lies in the other, or they have nothing in common."""
+def _check_keys(event: Event) -> None:
+    kind = event["ph"]
+    assert event.keys() - {"args"} == _KEYS[kind] - {"args"}
+    assert isinstance(event["name"], str)
+    assert event["name"]
+    for key in ("pid", "tid"):
+        assert type(event[key]) is int
+        assert 0 < event[key] < 2**32  # a tid of 0 is taken for the process's
+    assert isinstance(event.get("args", {}), dict)
+    if kind == "X":
+        assert isinstance(event["cat"], str)
+        for key in ("ts", "dur"):
+            assert type(event[key]) in (int, float)
+            assert event[key] >= 0
+            exact = event[key] * _NANOSECONDS
+            assert math.isclose(exact, round(exact), abs_tol=1e-3), f"{key} is cut off: {exact}"
+
+
+def check_nesting(events: list[Event]) -> None:
+    """Of one thread: of two events one lies in the other, or they have nothing in common; and of
+    those that begin together the outer one comes first in the file."""
     open_until: list[int] = []
-    # To the nanosecond, in which the viewers count.
-    times = [
-        (round(e["ts"] * _NANOSECONDS), round((e["ts"] + e["dur"]) * _NANOSECONDS)) for e in events
-    ]
-    for start, end in sorted(times, key=lambda time: (time[0], -time[1])):
+    for event in sorted(events, key=_start):  # in a stable order, as Perfetto sorts them
+        start = _start(event)
+        end = start + round(event["dur"] * _NANOSECONDS)
         while open_until and open_until[-1] <= start:
             open_until.pop()
-        assert not open_until or end <= open_until[-1]
+        assert not open_until or end <= open_until[-1], f"dropped: {event}"
         open_until.append(end)
+
+
+def _start(event: Event) -> int:
+    return round(event["ts"] * _NANOSECONDS)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chrome_trace_check import check_trace
+from chrome_trace_check import check_trace_file
 
 from cuengine import LLM, SamplingParams
 from cuengine.cli.main import main
@@ -227,7 +227,7 @@ def test_on_a_gpu_s_code_the_operations_are_timed_on_its_stream(
     rows = {row["name"]: row for row in decode["device"]["operations"]}
     assert rows["paged_attention"]["calls"] == 2 * 3
     assert rows["logits"]["operations"] == 2 * 3 * 2 * 256 * 64  # 3 rows, and not 4
-    events = check_trace(json.loads(trace.read_text()))
+    events = check_trace_file(trace.read_text())
     assert {event["tid"] for event in events} == {1, 2}
 
 
@@ -439,7 +439,7 @@ def test_the_command_prints_a_table_of_prefill_and_one_of_decode_and_writes_a_tr
     assert sum("of the time has a name" in line for line in lines) == 2
     written = json.loads(trace.read_text())
     assert written["otherData"]["model"] == MODEL
-    names = [event["name"] for event in check_trace(written)]
+    names = [event["name"] for event in check_trace_file(trace.read_text())]
     assert names.count("prefill step") == 1
     assert names.count("decode step") == 3
     assert names.count("layer 2") == 4
@@ -493,7 +493,7 @@ def test_tables_that_cannot_be_written_cost_nothing_but_the_tables(
     monkeypatch.setattr("cuengine.cli.main._discard_output", lambda: None)
     assert run(tiny_model(MODEL), *SMALL, "--trace", str(trace)) == 1
     assert "the output cannot be written: No space left on device" in capsys.readouterr().err
-    check_trace(json.loads(trace.read_text()))
+    check_trace_file(trace.read_text())
 
 
 def test_a_trace_may_go_to_what_is_no_file(tiny_model: TinyModel, tmp_path: Path) -> None:
@@ -502,7 +502,7 @@ def test_a_trace_may_go_to_what_is_no_file(tiny_model: TinyModel, tmp_path: Path
     with ThreadPoolExecutor(1) as pool:
         text = pool.submit(pipe.read_text)
         assert run(tiny_model(MODEL), *SMALL, "--trace", str(pipe)) == 0
-        check_trace(json.loads(text.result()))
+        check_trace_file(text.result())
 
 
 @pytest.mark.parametrize(

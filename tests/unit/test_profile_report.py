@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -230,6 +230,31 @@ def test_the_check_of_nesting_finds_an_overlap() -> None:
     step.host[1].end += 2 * MS  # schedule ends in the middle of forward
     with pytest.raises(AssertionError):
         check_trace(chrome_trace([step], {}))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda trace: trace["traceEvents"].sort(key=lambda event: event.get("dur", -1)),
+        lambda trace: trace["traceEvents"][-1].update(dur=float("nan")),
+        lambda trace: trace["traceEvents"][-1].update(dur=-1.0),
+        lambda trace: trace["traceEvents"][-1].update(ts=0.0001),
+        lambda trace: trace["traceEvents"][-1].update(tid=0),
+        lambda trace: trace["traceEvents"][-1].update(tid=9),
+        lambda trace: trace["traceEvents"][-1].update(name=""),
+        lambda trace: trace["traceEvents"][-1].pop("cat"),
+        lambda trace: trace["traceEvents"][-1].update(args=["kernel"]),
+        lambda trace: trace["traceEvents"].pop(0),
+        lambda trace: trace["traceEvents"].pop(1),
+        lambda trace: trace.update(displayTimeUnit="us"),
+    ],
+)
+def test_the_check_finds_what_a_reader_would_drop(spoil: Callable[[dict[str, Any]], None]) -> None:
+    trace = chrome_trace([a_step()], {})
+    check_trace(trace)
+    spoil(trace)
+    with pytest.raises((AssertionError, ValueError)):
+        check_trace(trace)
 
 
 Tree = list[Any]
