@@ -164,7 +164,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=_path, metavar="FILE", help="write a Chrome trace, for ui.perfetto.dev"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print all of it as one line of JSON")
     _add_machine(parser.add_argument_group("engine"))
 
 
@@ -352,23 +352,57 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
         metavar="T",
         help=f"0: greedy (default: the model's, else {TERMINAL_TEMPERATURE})",
     )
-    group.add_argument("--top-p", type=float, metavar="P", help="(default: the model's, else 1)")
-    group.add_argument("--top-k", type=int, metavar="K", help="(default: the model's, else off)")
-    group.add_argument("--min-p", type=float, metavar="P", default=0.0, help="(default: off)")
     group.add_argument(
-        "--repetition-penalty", type=float, metavar="R", help="(default: the model's, else 1)"
+        "--top-p",
+        type=float,
+        metavar="P",
+        help="draw from the likeliest tokens that together reach this probability (default: the "
+        "model's, else 1)",
     )
-    group.add_argument("--presence-penalty", type=float, metavar="R", default=0.0)
-    group.add_argument("--frequency-penalty", type=float, metavar="R", default=0.0)
+    group.add_argument(
+        "--top-k",
+        type=int,
+        metavar="K",
+        help="draw from so many of the likeliest tokens; 0: all (default: the model's, else 0)",
+    )
+    group.add_argument(
+        "--min-p",
+        type=float,
+        metavar="P",
+        default=0.0,
+        help="draw none that is less likely than this share of the likeliest (default: 0)",
+    )
+    group.add_argument(
+        "--repetition-penalty",
+        type=float,
+        metavar="R",
+        help="above 1: less of what prompt and output have (default: the model's, else 1)",
+    )
+    group.add_argument(
+        "--presence-penalty",
+        type=float,
+        metavar="R",
+        default=0.0,
+        help="above 0: less of what the output has (default: 0)",
+    )
+    group.add_argument(
+        "--frequency-penalty",
+        type=float,
+        metavar="R",
+        default=0.0,
+        help="above 0: less of it the more often it is there (default: 0)",
+    )
     group.add_argument(
         "--stop",
         type=text,
         action="append",
         metavar="TEXT",
         default=[],
-        help="ends the output; repeatable",
+        help="ends the output; may be repeated for several",
     )
-    group.add_argument("--seed", type=int, help="(default: another one each time)")
+    group.add_argument(
+        "--seed", type=int, help="of what is drawn at random (default: another one each time)"
+    )
     group.add_argument(
         "--ignore-eos", action="store_true", help="go on past the model's end-of-sequence token"
     )

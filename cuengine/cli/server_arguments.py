@@ -30,10 +30,10 @@ def _add_address(group: argparse._ArgumentGroup) -> None:
         "--host",
         type=text,
         default=_DEFAULT.host,
-        help="address to listen on; 0.0.0.0: all (%(default)s)",
+        help="address to listen on; 0.0.0.0: all (default: %(default)s)",
     )
     group.add_argument(
-        "--port", type=port, default=_DEFAULT.port, help="0: a free one (%(default)s)"
+        "--port", type=port, default=_DEFAULT.port, help="0: a free one (default: %(default)s)"
     )
     group.add_argument(
         "--uds", type=text, metavar="PATH", help="listen on this Unix socket instead"
@@ -98,14 +98,14 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         default=_DEFAULT.max_concurrent_requests,
-        help="requests answered at once; further ones get 429 (%(default)s)",
+        help="requests answered at once; further ones get 429 (default: %(default)s)",
     )
     group.add_argument(
         "--max-queued-requests",
         type=int,
         metavar="N",
         default=_DEFAULT.max_queued_requests,
-        help="prompts that wait for their first token; further ones get 429 (%(default)s)",
+        help="prompts that wait for their first token; further ones get 429 (default: %(default)s)",
     )
     group.add_argument(
         "--max-prompt-tokens", type=int, metavar="N", help="longest prompt (default: the context)"
@@ -115,14 +115,14 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         default=_DEFAULT.max_n,
-        help="samples that one request may ask for (%(default)s)",
+        help="samples that one request may ask for (default: %(default)s)",
     )
     group.add_argument(
         "--max-body-size",
         type=memory_size,
         metavar="SIZE",
         default=_DEFAULT.max_body_bytes,
-        help="longest request body (16MiB)",
+        help="longest request body (default: 16MiB)",
     )
     group.add_argument(
         "--request-timeout",
@@ -136,14 +136,14 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
         metavar="SECONDS",
         default=STEP_TIMEOUT,
         help="a step of the engine that takes longer hangs, and the engine is started again; "
-        "0: never (%(default)g)",
+        "0: never (default: %(default)g)",
     )
     group.add_argument(
         "--drain-timeout",
         type=float,
         default=_DEFAULT.drain_timeout,
         metavar="SECONDS",
-        help="what running requests are given to end after SIGTERM (%(default)g)",
+        help="what running requests are given to end after SIGTERM (default: %(default)g)",
     )
 
 
@@ -153,7 +153,7 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         type=int,
         metavar="N",
         default=1,
-        help="engines that answer side by side, each with the whole model (%(default)s)",
+        help="engines that answer side by side, each with the whole model (default: %(default)s)",
     )
     group.add_argument(
         "--data-parallel-backend",
@@ -178,7 +178,8 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         type=float,
         metavar="CPUS",
         default=1.0,
-        help="CPUs that Ray reserves for each engine, and on cpu its threads (%(default)g)",
+        help="CPUs that Ray reserves for each engine, and on cpu its threads "
+        "(default: %(default)g)",
     )
     group.add_argument(
         "--ray-app",
@@ -193,7 +194,7 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         metavar="REQUESTS",
         default=PREFIX_MARGIN,
         help="more than another engine has, and one still gets a request whose whole prompt it "
-        "knows (%(default)g)",
+        "knows (default: %(default)g)",
     )
 
 
@@ -202,13 +203,13 @@ def _add_log(group: argparse._ArgumentGroup) -> None:
         "--access-log",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="log every request (on)",
+        help="log every request (default: on)",
     )
     group.add_argument(
         "--log-format",
         choices=("text", "json"),
         default="text",
-        help="json: one object a line (%(default)s)",
+        help="json: one object a line (default: %(default)s)",
     )
     group.add_argument(
         "--otlp-traces-endpoint",

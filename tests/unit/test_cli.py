@@ -338,6 +338,16 @@ def test_a_name_too_long_for_a_path_is_one_line(capsys: pytest.CaptureFixture[st
     assert len(error) < 1000
 
 
+def test_every_flag_says_what_it_is_for_and_what_it_is_without() -> None:
+    (commands,) = (a.choices for a in build_parser()._actions if a.choices and a.dest == "command")
+    for name, command in commands.items():  # type: ignore[union-attr]
+        for action in command._actions:
+            text = action.help or ""
+            assert len(text) > 5, f"{name}: {action.option_strings}"
+            if action.default not in (None, False, 0, 0.0, "", []) and action.dest != "help":
+                assert "default" in text, f"{name}: {action.option_strings}: {text}"
+
+
 def test_help_says_what_compile_is_for(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
