@@ -70,7 +70,9 @@ def _tcp_socket(host: str, port: int) -> socket.socket:
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise ConfigError(f"host {host!r} is not an address to listen at: {error}") from None
+        raise ConfigError(
+            f"host {host!r} is not an address to listen at: {error.strerror}"
+        ) from None
     bound = socket.socket(family, kind, proto)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
