@@ -3,16 +3,18 @@
 What is asked for is what "Trace Event Format" (Chromium's documents) says of complete and metadata
 events, and what Perfetto's importer makes of them: it drops events in silence that it cannot place
 (src/trace_processor/importers/json/json_trace_tokenizer.cc and importers/common/slice_tracker.cc).
+Perfetto counts in whole nanoseconds; other readers, as speedscope, add ts and dur as they are.
 """
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 _NANOSECONDS = 10**3
-"""Of a trace's microsecond. Perfetto counts in them, rounded to the nearest."""
+"""Of a trace's microsecond."""
 
 _KEYS = {
     "M": {"ph", "pid", "tid", "name", "args"},
@@ -53,7 +55,9 @@ def check_trace(trace: dict[str, Any]) -> list[Event]:
     assert threads == {(pid, tid) for kind, pid, tid in named if kind == "thread_name"}
     assert {pid for pid, _ in threads} == {pid for kind, pid, _ in named if kind == "process_name"}
     for thread in threads:
-        check_nesting([event for event in events if (event["pid"], event["tid"]) == thread])
+        own = [event for event in events if (event["pid"], event["tid"]) == thread]
+        check_nesting(own, lambda microseconds: round(microseconds * _NANOSECONDS))
+        check_nesting(own, lambda microseconds: microseconds)
     return events
 
 
@@ -75,18 +79,17 @@ def _check_keys(event: Event) -> None:
             assert math.isclose(exact, round(exact), abs_tol=1e-3), f"{key} is cut off: {exact}"
 
 
-def check_nesting(events: list[Event]) -> None:
+def check_nesting(events: list[Event], as_read: Callable[[float], float]) -> None:
     """Of one thread: of two events one lies in the other, or they have nothing in common; and of
-    those that begin together the outer one comes first in the file."""
-    open_until: list[int] = []
-    for event in sorted(events, key=_start):  # in a stable order, as Perfetto sorts them
-        start = _start(event)
-        end = start + round(event["dur"] * _NANOSECONDS)
+    those that begin together the outer one comes first in the file.
+
+    as_read: what a reader makes of a time
+    """
+    open_until: list[float] = []
+    for event in sorted(events, key=lambda event: as_read(event["ts"])):  # in a stable order
+        start = as_read(event["ts"])
+        end = start + as_read(event["dur"])
         while open_until and open_until[-1] <= start:
             open_until.pop()
         assert not open_until or end <= open_until[-1], f"dropped: {event}"
         open_until.append(end)
-
-
-def _start(event: Event) -> int:
-    return round(event["ts"] * _NANOSECONDS)

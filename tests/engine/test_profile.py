@@ -228,7 +228,7 @@ def test_on_a_gpu_s_code_the_operations_are_timed_on_its_stream(
     assert rows["paged_attention"]["calls"] == 2 * 3
     assert rows["logits"]["operations"] == 2 * 3 * 2 * 256 * 64  # 3 rows, and not 4
     events = check_trace_file(trace.read_text())
-    assert {event["tid"] for event in events} == {1, 2}
+    assert {event["tid"] for event in events} == {1, 2, 3}
 
 
 KERNELS = {

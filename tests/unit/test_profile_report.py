@@ -212,17 +212,32 @@ def test_a_trace_has_the_steps_with_their_parts_and_the_work_of_operations() -> 
 def test_what_a_stream_does_is_a_row_of_its_own_that_names_kernels() -> None:
     events = check_trace(chrome_trace([on_a_stream()], {}))
     assert [(event["name"], event["tid"], event["cat"]) for event in events] == [
-        ("decode step", 1, "range"), ("forward", 1, "range"), ("linear o", 2, "operation"),
-        ("paged_attention", 2, "operation"), ("paged_attention_decode", 2, "kernel"),
-        ("paged_attention_reduce", 2, "kernel"), ("take_rows", 2, "operation"),
+        ("decode step", 1, "range"), ("forward", 1, "range"),
+        ("linear o", 2, "operation"), ("cublas gemm", 3, "kernel"),
+        ("paged_attention", 2, "operation"), ("paged_attention_decode", 3, "kernel"),
+        ("paged_attention_reduce", 3, "kernel"), ("take_rows", 2, "operation"),
     ]  # fmt: skip
     assert events[2]["args"] == {
         "bytes": 4_000_000_000, "operations": 8_000_000_000, "kernels": ["cublas gemm"],
     }  # fmt: skip
-    assert events[3]["args"]["kernels"] == ["paged_attention_decode", "paged_attention_reduce"]
-    assert (events[4]["ts"], events[4]["dur"]) == (6500.0, 750.0)
-    assert "args" not in events[4]
-    assert events[6]["args"]["kernels"] == []
+    assert events[4]["args"]["kernels"] == ["paged_attention_decode", "paged_attention_reduce"]
+    assert (events[5]["ts"], events[5]["dur"]) == (6500.0, 749.999)
+    assert "args" not in events[5]
+    assert events[7]["args"]["kernels"] == []
+
+
+@given(st.lists(st.integers(0, 10**7), min_size=2, max_size=20), st.integers(0, 10**11))
+def test_launches_that_follow_at_once_do_not_overlap_however_times_are_added_up(
+    durations: list[int], at: int
+) -> None:
+    step = on_a_stream()
+    (operation,) = step.stream[:] = step.stream[:1]
+    operation.start = at
+    operation.launches = []
+    for duration in durations:
+        operation.launches.append(Span("kernel", 1, None, at, at := at + duration))
+    operation.end = at
+    check_trace(chrome_trace([step], {}))
 
 
 def test_the_check_of_nesting_finds_an_overlap() -> None:
@@ -246,6 +261,10 @@ def test_the_check_of_nesting_finds_an_overlap() -> None:
         lambda trace: trace["traceEvents"][-1].update(args=["kernel"]),
         lambda trace: trace["traceEvents"].pop(0),
         lambda trace: trace["traceEvents"].pop(1),
+        lambda trace: (
+            trace["traceEvents"].append(trace["traceEvents"][-1] | {"ts": 10000.1, "dur": 0.2})
+            or trace["traceEvents"].append(trace["traceEvents"][-1] | {"ts": 10000.3})
+        ),
         lambda trace: trace.update(displayTimeUnit="us"),
     ],
 )
