@@ -20,7 +20,7 @@ from cuengine.config import EngineConfig
 from cuengine.counted import counted
 from cuengine.draft_model import DraftModelProposer
 from cuengine.engine import Engine, LoadedModel
-from cuengine.errors import ConfigError, DeviceMemoryError
+from cuengine.errors import ConfigError, DeviceMemoryError, ModelError
 from cuengine.ngram import NgramProposer
 from cuengine.speculation import Proposer, Speculator
 from cuengine.speculative_config import SpeculativeConfig
@@ -137,7 +137,10 @@ def _find_draft(
 
     assert speculation.model is not None
     with phase("draft model files"):
-        folder, draft = find(speculation.model, speculation.revision, progress=progress)
+        try:
+            folder, draft = find(speculation.model, speculation.revision, progress=progress)
+        except ModelError as error:
+            raise ModelError(f"speculative_config: the draft model {error}") from error
     name = f"speculative_config: the draft model {speculation.model}"
     if draft.vocab_size != target.vocab_size:
         raise ConfigError(
@@ -281,13 +284,12 @@ def size_kv_cache(
     else:
         memory = budget if config.kv_cache_memory is None else config.kv_cache_memory
         num_blocks = min(memory // block_bytes, config.max_num_seqs * blocks_per_sequence)
-    fits = num_blocks * size
+    fits, needed = num_blocks * size, blocks_per_sequence * block_bytes
     if num_blocks < 1 or (num_blocks < blocks_per_sequence and config.max_model_len is not None):
         raise ConfigError(
             f"max_model_len={max_model_len} needs {counted(blocks_per_sequence, 'KV block')} of "
-            f"{size} tokens "
-            f"({blocks_per_sequence * block_bytes / 2**20:.0f} MiB); the cache has {num_blocks}. "
-            f"Ask for at most {fits}, or give kv_cache_memory={blocks_per_sequence * block_bytes} "
+            f"{size} tokens ({needed / 2**20:.0f} MiB); the cache has {num_blocks}. "
+            f"{f'Ask for at most {fits}, or give' if fits else 'Give'} kv_cache_memory={needed} "
             f"or on a GPU a gpu_memory_utilization above {config.gpu_memory_utilization}."
         )
     if num_blocks < blocks_per_sequence:

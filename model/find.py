@@ -127,7 +127,8 @@ def _file(path: Path) -> ModelFiles:
         return ModelFiles(path.stem, None, path)
     if path.suffix == ".safetensors":
         raise ModelError(f"{path}: is one file of a model. Give its folder: {path.parent}")
-    raise ModelError(f"{path}: not a GGUF file: it begins with {magic!r}. A model is {ALLOWED}")
+    begin = f"it begins with {magic!r}" if magic else "it is empty"
+    raise ModelError(f"{path}: not a GGUF file: {begin}. A model is {ALLOWED}")
 
 
 def _in_folder(folder: Path) -> ModelFiles:

@@ -78,8 +78,8 @@ class Tokenizer:
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(
-                f"{path}: missing. A model needs its tokenizer.json; "
-                "without one it can only be used with token ids (skip_tokenizer_init)."
+                f"{path}: missing. A model needs its tokenizer.json; without one it can only be "
+                "used with token ids, in Python: LLM(..., skip_tokenizer_init=True)."
             )
         try:
             tokenizer = FastTokenizer.from_file(str(path))

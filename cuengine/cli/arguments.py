@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -52,7 +52,7 @@ class _Parser(argparse.ArgumentParser):
 class _CommandParser(_Parser):
     """Of one command: what it does not know is its own error, and not that of all commands."""
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> Any:
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -145,14 +145,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--batch", type=count, default=8, metavar="N", help="sequences (default: %(default)s)"
+        "--batch",
+        type=count,
+        default=8,
+        metavar="N",
+        help="sequences at once (default: %(default)s)",
     )
     parser.add_argument(
         "--context",
         type=count,
         default=256,
         metavar="TOKENS",
-        help="of each prompt, at which decoding begins (default: %(default)s)",
+        help="length of each prompt, with which decoding begins (default: %(default)s)",
     )
     parser.add_argument(
         "--steps",

@@ -55,7 +55,7 @@ def test_the_models_own_context_is_lowered_to_what_fits_and_that_is_logged(
 
 
 def test_a_machine_with_no_room_for_a_block_is_refused():
-    with pytest.raises(ConfigError, match="the cache has 0"):
+    with pytest.raises(ConfigError, match=r"the cache has 0\. Give kv_cache_memory="):
         size(budget=100)
 
 
@@ -64,6 +64,18 @@ def test_a_context_beyond_the_models_positions_is_refused(tiny_model: Callable[[
         model=str(tiny_model("gqa_default")), skip_tokenizer_init=True, max_model_len=513
     )
     with pytest.raises(ConfigError, match="max_model_len=513 is more than this model's 512"):
+        Engine.from_config(config)
+
+
+def test_a_draft_model_that_is_not_there_is_named_as_one(tiny_model: Callable[[str], Path]):
+    config = EngineConfig(
+        model=str(tiny_model("gqa_default")),
+        skip_tokenizer_init=True,
+        speculative_config={"model": "./nowhere", "num_speculative_tokens": 2},
+    )
+    with pytest.raises(
+        ModelError, match=r"speculative_config: the draft model \./nowhere: no such"
+    ):
         Engine.from_config(config)
 
 

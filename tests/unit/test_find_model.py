@@ -96,6 +96,12 @@ def test_a_name_that_means_nothing_says_why(
         assert "\n" not in str(caught.value)
 
 
+def test_an_empty_file_is_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ModelError, match="not a GGUF file: it is empty"):
+        find_model(str(tmp_path / "model.gguf"))
+
+
 def test_an_empty_folder_says_what_a_model_is(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"neither config\.json nor a \.gguf file"):
         find_model(str(tmp_path))
