@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 from cuengine.cli.main import main
+from cuengine.cli.values import format_size
 from cuengine.model.tokenizer import Tokenizer
 from cuengine.paths import cache_dir
 
@@ -223,7 +224,8 @@ def test_pull_says_where_the_model_is_and_can_be_repeated(
     for _ in range(2):
         assert main(["pull", str(tiny_chat_model)]) == 0
         shown = capsys.readouterr().out
-        assert f"in {tiny_chat_model}" in shown
+        weights = (tiny_chat_model / "model.safetensors").stat().st_size
+        assert f"in {tiny_chat_model}: {format_size(weights)} of weights" in shown
         assert "LlamaForCausalLM" in shown
 
 
@@ -232,7 +234,9 @@ def test_after_pull_a_start_compiles_nothing(
 ) -> None:
     pytest.importorskip("numba")
     assert main(["pull", str(tiny_chat_model)]) == 0
-    assert "kernels for this CPU: ready" in capsys.readouterr().out
+    told = capsys.readouterr()
+    assert "Compiling the CPU's kernels" in told.err
+    assert re.search(r"kernels for this CPU: ready \(\d+ s\)", told.out)
     kept = {path: path.stat().st_mtime_ns for path in cache_dir().glob("numba/*/*.nb?")}
     _generate(capsys, tiny_chat_model, "--device", "cpu", "--max-tokens", "1")
     assert {path: path.stat().st_mtime_ns for path in cache_dir().glob("numba/*/*.nb?")} == kept

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cuengine import ConfigError, Engine, EngineConfig
+from cuengine.errors import ModelError
 from cuengine.loading import size_kv_cache
 
 BLOCK_BYTES = 2**20

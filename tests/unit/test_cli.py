@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import logging
@@ -36,8 +37,11 @@ from cuengine.cli.flags import in_flags
 from cuengine.cli.log import JsonLines
 from cuengine.cli.main import main
 from cuengine.cli.values import as_memory_size, count, format_memory, format_size, memory_size, port
+from cuengine.config import DEFAULT_MODEL
 from cuengine.device.nvrtc import NvrtcError, find_nvrtc
 from cuengine.errors import RequestError
+from cuengine.model import builtin
+from cuengine.model.builtin import BUILTIN_MODELS
 from cuengine.model.generation_config import GenerationDefaults
 from cuengine.outputs import RequestDelta, SequenceDelta
 from cuengine.sampling_params import SamplingParams
@@ -446,6 +450,21 @@ def test_info_as_json_has_the_cache_and_its_sizes(
     facts = json.loads(capsys.readouterr().out)
     assert facts["cache"] == {"folder": str(tmp_path), "models/": "2.5 kB"}
     assert facts["cuengine"]["version"]
+
+
+def test_the_download_of_the_default_model_has_one_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = BUILTIN_MODELS[DEFAULT_MODEL]
+    size = f"a download of {format_size(model.wheel_size)}"
+    assert size in README
+    monkeypatch.setenv("CUENGINE_CACHE", str(tmp_path))
+    monkeypatch.setattr(builtin.importlib.metadata, "distribution", _no_distribution)
+    assert size in info._builtin_models()[model.name]
+
+
+def _no_distribution(name: str) -> None:
+    raise importlib.metadata.PackageNotFoundError(name)
 
 
 def test_info_has_no_section_that_looks_cut_off(
