@@ -39,6 +39,15 @@ _SECONDS_TO_END = 5.0
 _READ_SIZE = 1 << 16
 
 
+def log_levels() -> dict[str, int]:
+    """By logger: of the root and of ours what holds, of our modules what is set for them alone."""
+    levels = {name: logging.getLogger(name).getEffectiveLevel() for name in ("", "cuengine")}
+    for name, known in list(logging.root.manager.loggerDict.items()):
+        if name.startswith("cuengine.") and isinstance(known, logging.Logger) and known.level:
+            levels[name] = known.level
+    return levels
+
+
 class EngineLink:
     """A process that was started and waits to be told what to load.
 
@@ -60,12 +69,8 @@ class EngineLink:
 
     def start(self, config: EngineConfig) -> None:
         """Have the engine loaded; log records come as far as they are wanted here."""
-        levels = {name: logging.getLogger(name).getEffectiveLevel() for name in ("", "cuengine")}
-        for name, known in list(logging.root.manager.loggerDict.items()):
-            if name.startswith("cuengine.") and isinstance(known, logging.Logger) and known.level:
-                levels[name] = known.level
         with suppress(OSError):  # it has ended already, which `wait_ready` will say
-            self._socket.sendall(frame(Start(config, levels)))
+            self._socket.sendall(frame(Start(config, log_levels())))
 
     def wait_ready(self) -> Ready:
         """Wait, in the calling thread, until the engine is loaded.

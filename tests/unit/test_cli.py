@@ -334,6 +334,25 @@ def test_an_unknown_log_level_in_the_environment_is_named(
     assert "CUENGINE_LOG='loud'" in _usage_error(["info"], capsys)
 
 
+@pytest.mark.parametrize(
+    ("flags", "terminal", "told"), [("", True, True), ("", False, False), ("warning", True, False)]
+)
+def test_what_lets_a_first_start_wait_is_told_at_a_terminal(
+    flags: str, terminal: bool, told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiling the CPU's kernels takes most of a minute, and commands log warnings only."""
+    monkeypatch.delenv("CUENGINE_LOG", raising=False)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    kernels = logging.getLogger("cuengine.device.numba_setup")
+    before = kernels.level
+    try:
+        main(["pull", "./nowhere", *([f"--log-level={flags}"] if flags else [])])
+        assert kernels.isEnabledFor(logging.INFO) == told
+        assert not logging.getLogger("cuengine").isEnabledFor(logging.INFO)
+    finally:
+        kernels.setLevel(before)
+
+
 def test_a_name_too_long_for_a_path_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["pull", "a" * 5000]) == 1
     error = capsys.readouterr().err

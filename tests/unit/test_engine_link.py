@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from cuengine import engine_link
 from cuengine.child_process import ChildProcess
 from cuengine.config import EngineConfig
 from cuengine.engine_keeper import EngineKeeper, Watchdog
-from cuengine.engine_link import EngineLink
+from cuengine.engine_link import EngineLink, log_levels
 from cuengine.errors import EngineStoppedError, ModelError
 from cuengine.wire import Abort, Admitted, Launching, Report, WireError
 
@@ -158,3 +159,13 @@ async def test_a_process_that_was_ended_and_takes_its_time_is_not_ended_again():
     await until(lambda: len(kills) > 1)
     assert kills == [1, 2]
     watching.cancel()
+
+
+def test_the_engine_logs_at_the_levels_that_are_set_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, other = logging.getLogger("cuengine.own"), logging.getLogger("cuengine.other")
+    monkeypatch.setattr(logging.getLogger("cuengine"), "level", logging.ERROR)
+    monkeypatch.setattr(own, "level", logging.INFO)
+    levels = log_levels()
+    assert (levels["cuengine"], levels["cuengine.own"]) == (logging.ERROR, logging.INFO)
+    assert levels[""] == logging.getLogger().getEffectiveLevel()
+    assert other.name not in levels
