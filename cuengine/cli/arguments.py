@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from cuengine.cli.server_arguments import add_server
-from cuengine.cli.values import count, memory_size, text
+from cuengine.cli.values import count, memory_size, number, text, whole
 from cuengine.config import BLOCK_SIZES, DEFAULT_MODEL, DEVICES, DTYPES, EngineConfig
 from cuengine.device.kernel_variants import DTYPES as KERNEL_DTYPES
 from cuengine.device.kernel_variants import HEAD_DIMS
@@ -202,7 +202,10 @@ def _add_compile(parser: argparse.ArgumentParser) -> None:
         help="dtypes of weights and activations (default: all)",
     )
     parser.add_argument(
-        "--cuda", type=int, choices=(12, 13), help="CUDA version to compile with (default: newest)"
+        "--cuda",
+        type=whole,
+        choices=(12, 13),
+        help="CUDA version to compile with (default: newest)",
     )
 
 
@@ -261,14 +264,14 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--block-size",
-        type=int,
+        type=whole,
         choices=BLOCK_SIZES,
         default=default.block_size,
         help="tokens per KV block (default: %(default)s)",
     )
     group.add_argument(
         "--max-num-batched-tokens",
-        type=int,
+        type=whole,
         metavar="N",
         default=default.max_num_batched_tokens,
         help="tokens in one step; longer prompts are split (default: %(default)s)",
@@ -282,7 +285,7 @@ def _add_machine(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--gpu-memory-utilization",
-        type=float,
+        type=number,
         metavar="SHARE",
         default=default.gpu_memory_utilization,
         help="part of the GPU's memory to use in all (default: %(default)s)",
@@ -300,20 +303,20 @@ def _add_engine(parser: argparse.ArgumentParser) -> None:
     _add_machine(group)
     group.add_argument(
         "--max-model-len",
-        type=int,
+        type=whole,
         metavar="TOKENS",
         help="longest prompt and output together (default: the model's limit)",
     )
     group.add_argument(
         "--max-num-seqs",
-        type=int,
+        type=whole,
         metavar="N",
         default=default.max_num_seqs,
         help="sequences that run at once (default: %(default)s)",
     )
     group.add_argument(
         "--swap-space",
-        type=float,
+        type=number,
         metavar="GIB",
         default=default.swap_space,
         help="host memory for the KV blocks of preempted requests, instead of computing them again "
@@ -345,53 +348,53 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument(
         "--max-tokens",
-        type=int,
+        type=whole,
         metavar="N",
         default=max_tokens,
         help="longest output (default: %(default)s)",
     )
     group.add_argument(
         "--temperature",
-        type=float,
+        type=number,
         metavar="T",
         help=f"0: greedy (default: the model's, else {TERMINAL_TEMPERATURE})",
     )
     group.add_argument(
         "--top-p",
-        type=float,
+        type=number,
         metavar="P",
         help="draw from the likeliest tokens that together reach this probability (default: the "
         "model's, else 1)",
     )
     group.add_argument(
         "--top-k",
-        type=int,
+        type=whole,
         metavar="K",
         help="draw from so many of the likeliest tokens; 0: all (default: the model's, else 0)",
     )
     group.add_argument(
         "--min-p",
-        type=float,
+        type=number,
         metavar="P",
         default=0.0,
         help="draw none that is less likely than this share of the likeliest (default: 0)",
     )
     group.add_argument(
         "--repetition-penalty",
-        type=float,
+        type=number,
         metavar="R",
         help="above 1: less of what prompt and output have (default: the model's, else 1)",
     )
     group.add_argument(
         "--presence-penalty",
-        type=float,
+        type=number,
         metavar="R",
         default=0.0,
         help="above 0: less of what the output has (default: 0)",
     )
     group.add_argument(
         "--frequency-penalty",
-        type=float,
+        type=number,
         metavar="R",
         default=0.0,
         help="above 0: less of it the more often it is there (default: 0)",
@@ -405,7 +408,7 @@ def _add_sampling(parser: argparse.ArgumentParser, *, max_tokens: int) -> None:
         help="ends the output; may be repeated for several",
     )
     group.add_argument(
-        "--seed", type=int, help="of what is drawn at random (default: another one each time)"
+        "--seed", type=whole, help="of what is drawn at random (default: another one each time)"
     )
     group.add_argument(
         "--ignore-eos", action="store_true", help="go on past the model's end-of-sequence token"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from cuengine.api.settings import TOOL_CALL_FORMATS, ServerSettings
-from cuengine.cli.values import memory_size, port, text
+from cuengine.cli.values import memory_size, number, port, text, whole
 from cuengine.config import STEP_TIMEOUT
 from cuengine.ray_backend.settings import PREFIX_MARGIN
 
@@ -15,7 +15,7 @@ _DEFAULT = ServerSettings()
 def add_server(parser: argparse.ArgumentParser) -> None:
     parser.add_argument_group("server").add_argument(
         "--seed",
-        type=int,
+        type=whole,
         help="draws the seeds of requests that name none (default: 0)",
     )
     _add_address(parser.add_argument_group("address"))
@@ -95,24 +95,24 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
 def _add_limits(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--max-concurrent-requests",
-        type=int,
+        type=whole,
         metavar="N",
         default=_DEFAULT.max_concurrent_requests,
         help="requests answered at once; further ones get 429 (default: %(default)s)",
     )
     group.add_argument(
         "--max-queued-requests",
-        type=int,
+        type=whole,
         metavar="N",
         default=_DEFAULT.max_queued_requests,
         help="prompts that wait for their first token; further ones get 429 (default: %(default)s)",
     )
     group.add_argument(
-        "--max-prompt-tokens", type=int, metavar="N", help="longest prompt (default: the context)"
+        "--max-prompt-tokens", type=whole, metavar="N", help="longest prompt (default: the context)"
     )
     group.add_argument(
         "--max-n",
-        type=int,
+        type=whole,
         metavar="N",
         default=_DEFAULT.max_n,
         help="samples that one request may ask for (default: %(default)s)",
@@ -126,13 +126,13 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--request-timeout",
-        type=float,
+        type=number,
         metavar="SECONDS",
         help="what the engine is given for one request (default: no limit)",
     )
     group.add_argument(
         "--step-timeout",
-        type=float,
+        type=number,
         metavar="SECONDS",
         default=STEP_TIMEOUT,
         help="a step of the engine that takes longer hangs, and the engine is started again; "
@@ -140,7 +140,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--drain-timeout",
-        type=float,
+        type=number,
         default=_DEFAULT.drain_timeout,
         metavar="SECONDS",
         help="what running requests are given to end after SIGTERM (default: %(default)g)",
@@ -150,7 +150,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 def _add_replicas(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--data-parallel-size",
-        type=int,
+        type=whole,
         metavar="N",
         default=1,
         help="engines that answer side by side, each with the whole model (default: %(default)s)",
@@ -163,7 +163,7 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--max-data-parallel-size",
-        type=int,
+        type=whole,
         metavar="N",
         help="Ray may add engines up to this many while they are busy (default: none)",
     )
@@ -175,7 +175,7 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--ray-replica-cpus",
-        type=float,
+        type=number,
         metavar="CPUS",
         default=1.0,
         help="CPUs that Ray reserves for each engine, and on cpu its threads "
@@ -190,7 +190,7 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument(
         "--ray-prefix-margin",
-        type=float,
+        type=number,
         metavar="REQUESTS",
         default=PREFIX_MARGIN,
         help="more than another engine has, and one still gets a request whose whole prompt it "

@@ -41,10 +41,28 @@ def format_memory(num_bytes: float) -> str:
     return _with_unit(num_bytes, 1024, ["B", "KiB", "MiB", "GiB", "TiB"])
 
 
+def whole(text: str) -> int:
+    """A whole number; of which size, the setting says."""
+    try:
+        return int(text)
+    except ValueError:  # also where it has thousands of digits
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a whole number") from None
+
+
+def number(text: str) -> float:
+    """A number; of which size, the setting says."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a number") from None
+
+
 def count(text: str) -> int:
     """A whole number from 1 on."""
-    if not text.isdecimal() or not 1 <= int(text) < 2**31:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {2**31 - 1}")
+    if not re.fullmatch(r"\d{1,20}", text) or not 1 <= int(text) < 2**31:
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.80} is not a whole number from 1 to {2**31 - 1}"
+        )
     return int(text)
 
 
@@ -69,6 +87,6 @@ def text(value: str) -> str:
 
 
 def port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 0 to 65535")
+    if not re.fullmatch(r"\d{1,20}", text) or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not a port, 0 to 65535")
     return int(text)
