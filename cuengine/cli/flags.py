@@ -34,8 +34,11 @@ def in_flags(message: str, args: argparse.Namespace, argv: Sequence[str]) -> str
         spelled = "--" + dests[name].replace("_", "-")
         if value is None:
             return spelled
-        if value == repr(getattr(args, dests[name])):
+        setting = getattr(args, dests[name])
+        if value == repr(setting):
             value = _typed(spelled, argv) or value
+        if isinstance(setting, int | float):
+            value = f"{value:.80}"  # thousands of digits can be typed
         if name in _SIZES and value.isdecimal():
             value = as_memory_size(int(value))
         return f"{spelled} {value}"
