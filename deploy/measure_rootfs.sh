@@ -9,18 +9,28 @@
 # in one folder (under $TMPDIR), which it deletes, however it ends.
 set -euo pipefail
 
+here=$(dirname "$(readlink -f "$0")")
+if ! python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    echo "measure_rootfs.sh: needs Python 3.11 or newer, as python3" >&2
+    exit 77
+fi
+case " $* " in *" -h "* | *" --help "*) exec python3 -B "$here/rootfs/arguments.py" --help ;; esac
+python3 -B "$here/rootfs/arguments.py" "$@"
 if [ "$(id -u)" != 0 ]; then
     echo "measure_rootfs.sh: needs root, for chroot and mounts" >&2
     exit 77
 fi
-for tool in debootstrap unshare ip python3; do
+for tool in debootstrap unshare ip; do
     if ! command -v "$tool" >/dev/null; then
-        echo "measure_rootfs.sh: needs $tool (Debian: apt-get install debootstrap util-linux iproute2 python3)" >&2
+        echo "measure_rootfs.sh: needs $tool (Debian: apt-get install debootstrap util-linux iproute2)" >&2
         exit 77
     fi
 done
 
-scratch=$(mktemp -d "${TMPDIR:-/tmp}/rootfs.XXXXXXXX")
+if ! scratch=$(mktemp -d "${TMPDIR:-/tmp}/rootfs.XXXXXXXX" 2>/dev/null); then
+    echo "measure_rootfs.sh: no folder can be made in ${TMPDIR:-/tmp}; TMPDIR names another place" >&2
+    exit 1
+fi
 child=
 clean_up() {
     trap '' INT TERM HUP
@@ -31,10 +41,9 @@ clean_up() {
 trap clean_up EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM HUP
-here=$(dirname "$(readlink -f "$0")")
 umask 022
-unshare --mount --pid --fork --kill-child --mount-proc --propagation private \
-    python3 -B "$here/rootfs/measure.py" --scratch "$scratch" "$@" &
+ROOTFS_SCRATCH=$scratch unshare --mount --pid --fork --kill-child --mount-proc --propagation private \
+    python3 -B "$here/rootfs/measure.py" "$@" &
 child=$!
 wait "$child" || { code=$?; child=; exit "$code"; }
 child=

@@ -2,7 +2,7 @@
 # Installs cuengine from /src into /opt/cuengine, a virtual environment, and takes away what never runs there.
 # Called by the Dockerfiles, which the images are described in.
 #
-#     install.sh EXTRA            one of pyproject.toml's extras, or nothing
+#     install.sh EXTRA            of pyproject.toml's extras, with commas, or nothing
 #     install.sh --without-nvrtc  takes NVRTC and CUDA's headers away again
 set -eu
 
@@ -13,6 +13,14 @@ if [ "$1" = --without-nvrtc ]; then
     $pip list --format=freeze | sed -n 's/^\(nvidia-cuda-\(nvrtc\|runtime\)[^=]*\)=.*/\1/p' | xargs $pip uninstall -qy
     exit
 fi
+
+# pip only warns of an extra that there is not.
+for extra in $(echo "$1" | tr , ' '); do
+    if ! grep -q "^$extra = \[" /src/pyproject.toml; then
+        echo "install.sh: pyproject.toml has no extra $extra" >&2
+        exit 2
+    fi
+done
 
 python3 -m venv $target
 # From wheels alone, but for cuengine itself: there is no compiler here.

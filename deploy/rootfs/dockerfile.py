@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,6 +63,11 @@ def parse(path: Path) -> list[Instruction]:
     if parts:
         raise DockerfileError(f"{path.name}:{start}: goes on at the end of the file")
     return instructions
+
+
+def build_arguments(instructions: Iterable[Instruction]) -> frozenset[str]:
+    """The names that --build-arg may give a value to."""
+    return frozenset(one.value.partition("=")[0] for one in instructions if one.name == "ARG")
 
 
 def expand(text: str, variables: Mapping[str, str], where: str) -> str:

@@ -6,6 +6,7 @@ By then this process has left the machine's network: there is a loopback and not
 
 from __future__ import annotations
 
+import argparse
 import ctypes
 import http.client
 import json
@@ -21,6 +22,7 @@ _CLONE_NEWNET = 0x40000000
 _PORT = 8000
 _SECONDS = 1800
 """For a start to succeed; it only fails to where something is broken."""
+_SECONDS_TO_END = 60
 
 
 class StartError(RuntimeError):
@@ -86,10 +88,19 @@ def serve(image: Image, cache: Path, arguments: Sequence[str]) -> dict[str, floa
             _refuses_writes(image)
         finally:
             server.terminate()
-            code = server.wait(60)
+            code = _ended(server)
         if code:
             raise StartError(f"after SIGTERM the server ended with status {code}")
         return times
+
+
+def _ended(server: subprocess.Popen[bytes]) -> int:
+    try:
+        return server.wait(_SECONDS_TO_END)
+    except subprocess.TimeoutExpired:
+        server.kill()
+        server.wait()
+        raise StartError(f"{_SECONDS_TO_END} s after SIGTERM the server still ran") from None
 
 
 def _wait_until_ready(server: subprocess.Popen[bytes], start: float) -> None:
@@ -144,6 +155,14 @@ def _refuses_writes(image: Image) -> None:
         )
         if touched.returncode == 0:
             raise StartError(f"{folder} can be written")
+
+
+def compiled_for(flags: str) -> list[str]:
+    """The architectures, as sm_90, that these flags of `cuengine compile` name."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--arch", default="")
+    known, _ = parser.parse_known_args(flags.split())
+    return known.arch.split(",") if known.arch else []
 
 
 def check_gpu_parts(image: Image, cache: Path, architectures: Sequence[str]) -> None:
