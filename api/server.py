@@ -17,6 +17,7 @@ from cuengine.api.access_log import AccessLogger, add_id_header
 from cuengine.api.connection import Connection
 from cuengine.api.engine import ServingEngine
 from cuengine.api.listening import Listening, listen
+from cuengine.api.loop_errors import LoopErrors
 from cuengine.api.routes import add_cors_headers, add_routes, gate
 from cuengine.api.settings import ServerSettings
 from cuengine.api.state import STATE, ServerState
@@ -160,6 +161,7 @@ async def _serve(
     engine: ServingEngine, settings: ServerSettings, listening: Listening | None
 ) -> None:
     loop = asyncio.get_running_loop()
+    loop.set_exception_handler(LoopErrors())
     first, second = asyncio.Event(), asyncio.Event()
 
     def on_signal() -> None:

@@ -31,10 +31,15 @@ from cuengine.wire import (
 
 logger = logging.getLogger("cuengine")
 
-# -P: the engine is what is installed, whatever lies in the working folder.
-COMMAND = [sys.executable, "-P", "-m", "cuengine.engine_process"]
+# -P: the engine is what is installed, whatever lies in the working folder. -I: nor in PYTHONPATH.
+COMMAND = [sys.executable, "-I" if sys.flags.isolated else "-P", "-m", "cuengine.engine_process"]
 
 _LOAD_ERRORS = {"ModelError": ModelError, "ConfigError": ConfigError}
+_HINTS = {
+    signal.SIGKILL: ", as the system does where memory runs out",
+    signal.SIGILL: ": kernels for another CPU; see NUMBA_CPU_NAME and NUMBA_CPU_FEATURES",
+    signal.SIGBUS: ": a file that was mapped has become shorter, or /dev/shm is full",
+}
 _SECONDS_TO_END = 5.0
 _READ_SIZE = 1 << 16
 
@@ -66,6 +71,7 @@ class EngineLink:
         self._unheard: list[Report] = []
         self._transport: asyncio.Transport | None = None
         self.attached = False
+        self._killed = False
 
     def start(self, config: EngineConfig) -> None:
         """Have the engine loaded; log records come as far as they are wanted here."""
@@ -114,17 +120,19 @@ class EngineLink:
 
     def kill(self) -> None:
         """End the process, whatever it does."""
+        self._killed = True
         self._process.kill()
 
     def wait_ended(self) -> str:
         """Wait, in the calling thread, for a process that is about to end; says how it did."""
         status = self._process.wait(_SECONDS_TO_END)
         if status is None:
-            self._process.kill()
+            self.kill()
             status = self._process.wait()
             assert status is not None
         if status < 0:
-            return f"was ended by signal {-status} ({signal.strsignal(-status)})"
+            hint = "" if self._killed else _HINTS.get(-status, "")
+            return f"was ended by signal {-status} ({signal.strsignal(-status)}{hint})"
         return f"ended with status {status}"
 
     def close(self) -> None:

@@ -20,9 +20,10 @@ from typing import NoReturn
 
 from cuengine.child_process import end_with_parent
 from cuengine.engine import Engine
-from cuengine.errors import ConfigError, ModelError, RequestError
+from cuengine.errors import CuengineError, ModelError, RequestError
 from cuengine.grammar import Grammar
 from cuengine.scheduler import Chunk
+from cuengine.shortage import shortage
 from cuengine.wire import (
     Abort,
     Add,
@@ -218,6 +219,16 @@ class Loop:
             self._connection.send(Admitted(request.key))
 
 
+def load_failed(error: Exception) -> LoadFailed | None:
+    """What the server is told of an error that needs no traceback; None for any other."""
+    if isinstance(error, ModelError):
+        return LoadFailed("ModelError", str(error))
+    if isinstance(error, CuengineError):  # a setting, or something that is not installed
+        return LoadFailed("ConfigError", str(error))
+    short_of = shortage(error)
+    return None if short_of is None else LoadFailed("ConfigError", short_of)
+
+
 def main() -> int:
     end_with_parent()
     faulthandler.enable()
@@ -229,8 +240,11 @@ def main() -> int:
         logging.getLogger(name).setLevel(level)
     try:
         engine = Engine.from_config(start.config)
-    except (ModelError, ConfigError) as error:
-        connection.send(LoadFailed(type(error).__name__, str(error)))
+    except Exception as error:
+        failed = load_failed(error)
+        if failed is None:
+            raise
+        connection.send(failed)
         return 1
     connection.send(Ready(engine.max_model_len, engine.pool.num_blocks, engine.model.vocab_size))
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from cuengine.errors import CuengineError
+from cuengine.errors import ConfigError, CuengineError
 
 PREBUILT_VARIABLE = "CUENGINE_KERNELS"
 """Environment variable with the folder that `cuengine compile --out` filled."""
@@ -15,11 +15,20 @@ def cache_dir() -> Path:
     """Where what can be made or fetched again lies; it need not exist yet.
 
     $CUENGINE_CACHE, else cuengine/ in $XDG_CACHE_HOME, else ~/.cache/cuengine.
+    Raises ConfigError where there is no home directory that it could be in.
     """
-    if own := os.environ.get("CUENGINE_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "cuengine"
+    own = os.environ.get("CUENGINE_CACHE")
+    try:
+        if own:
+            return Path(own).expanduser()
+        base = os.environ.get("XDG_CACHE_HOME")
+        return (Path(base) if base else Path.home() / ".cache") / "cuengine"
+    except RuntimeError as error:  # pathlib's, of a user whom the system does not know
+        said = f"CUENGINE_CACHE={own}: " if own else ""
+        raise ConfigError(
+            f"{said}{str(error).rstrip('.')}: set CUENGINE_CACHE to the path of a folder that "
+            "can be written"
+        ) from None
 
 
 def kernel_source_dir() -> Path:

@@ -122,7 +122,11 @@ def fetch_builtin(model: BuiltinModel, *, progress: bool = True) -> Path:
 
 
 def _size(path: Path) -> int | None:
-    return path.stat().st_size if path.is_file() else None
+    """Of a file, in bytes; None where there is none, or none that this user may see."""
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except OSError:
+        return None
 
 
 @contextmanager

@@ -61,15 +61,16 @@ def _look_up(name: str, revision: str | None) -> ModelFiles | Callable[[bool], M
     """Files that are a path of this machine; else what fetches them, with a progress bar or not."""
     if not name.strip():
         raise ModelError(f"the model's name is empty. Allowed: {ALLOWED}")
-    path = Path(name).expanduser()
     hub_name = _HUB_NAME.fullmatch(name)
     try:
-        there = path.exists()
-    except OSError as error:  # too long, or a folder on its way that may not be looked into
+        path = Path(name).expanduser()
+        if path.exists():
+            _no_revision(name, revision, "a path")
+            return _in_folder(path) if path.is_dir() else _file(path)
+    except OSError as error:  # too long, or a folder that may not be looked into
         raise ModelError(f"{name[:200]}: {error.strerror}. A model is {ALLOWED}") from None
-    if there:
-        _no_revision(name, revision, "a path")
-        return _in_folder(path) if path.is_dir() else _file(path)
+    except RuntimeError as error:  # ~ of a user whom the system does not know
+        raise ModelError(f"{name[:200]}: {str(error).rstrip('.')}. A model is {ALLOWED}") from None
 
     from cuengine.model.builtin import BUILTIN_MODELS
 

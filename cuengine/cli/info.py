@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cuengine.cli.values import format_memory, format_size
+from cuengine.errors import ConfigError
 from cuengine.extras import how_to_install
 from cuengine.paths import cache_dir
 
@@ -216,32 +217,45 @@ def _cuda_driver() -> dict[str, Any]:
 
 
 def _cache() -> dict[str, Any]:
-    folder = cache_dir()
+    try:
+        folder = cache_dir()
+    except ConfigError as error:
+        return {"folder": None, "note": str(error)}
     facts: dict[str, Any] = {"folder": str(folder)}
-    if folder.is_dir():
+    try:
         for part in sorted(folder.iterdir()):
             if part.is_dir():
                 facts[f"{part.name}/"] = format_size(folder_size(part))
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        facts["note"] = f"cannot be read: {error.strerror}"
     return facts
 
 
 def folder_size(folder: Path) -> int:
-    """Bytes of all files in a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    """Bytes of all files in a folder that are there and can be seen."""
+    size = 0
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):  # gone meanwhile, as what is being compiled
+            size += path.stat().st_size if path.is_file() else 0
+    return size
 
 
 def _builtin_models() -> dict[str, Any]:
     from cuengine.model.builtin import BUILTIN_MODELS, find_builtin
 
-    return {
-        model.name: f"{model.description}, {model.licence}: "
-        + (
+    facts = {}
+    for model in BUILTIN_MODELS.values():
+        found = None
+        with contextlib.suppress(ConfigError):  # no home, no cache
+            found = find_builtin(model)
+        facts[model.name] = f"{model.description}, {model.licence}: " + (
             f"in {found}"
-            if (found := find_builtin(model))
+            if found
             else f"not fetched yet, a download of {format_size(model.wheel_size)}"
         )
-        for model in BUILTIN_MODELS.values()
-    }
+    return facts
 
 
 def _environment() -> dict[str, Any]:

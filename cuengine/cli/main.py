@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import errno
 import importlib
+import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import TypeGuard
 
 from cuengine.errors import CuengineError
+from cuengine.shortage import shortage
 
 _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -21,6 +24,7 @@ _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command in `argv` (default: the process's arguments); returns its exit code."""
     _open_standard_streams()
+    _write_anything()
     argv = sys.argv[1:] if argv is None else argv
     args: argparse.Namespace | None = None
     try:
@@ -46,13 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         _discard_output()  # whoever read it has gone
         return 1
-    except OSError as error:
-        if error.errno not in _OUTPUT_ERRORS or error.filename is not None:
-            raise
-        _discard_output()
-        print(f"cuengine: the output cannot be written: {error.strerror}", file=sys.stderr)
+    except (OSError, MemoryError, RuntimeError) as error:
+        if _of_output(error):
+            _discard_output()
+            message = f"the output cannot be written: {error.strerror}"
+        else:
+            message = shortage(error)
+            if message is None or os.environ.get("CUENGINE_DEBUG") == "1":
+                raise
+        print(f"cuengine: {message}", file=sys.stderr)
         return 1
     return code
+
+
+def _of_output(error: Exception) -> TypeGuard[OSError]:
+    return isinstance(error, OSError) and error.errno in _OUTPUT_ERRORS and error.filename is None
 
 
 def _open_standard_streams() -> None:
@@ -63,6 +75,12 @@ def _open_standard_streams() -> None:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
+def _write_anything() -> None:
+    """No text and no name of a file is to fail for the terminal's encoding."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _discard_output() -> None:

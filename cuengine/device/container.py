@@ -1,17 +1,21 @@
-"""What this process may use of the machine: memory and CPUs, by its control groups' limits."""
+"""What this process may use of the machine: memory and CPUs, by its control groups' limits and its
+own."""
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes free by the kernel's own estimate, or what is left of a cgroup's limit if less.
+    """Bytes free by the kernel's own estimate, or what is left of a limit if less: of a cgroup's, or
+    of the process's own (`ulimit -v`, `ulimit -d`).
 
-    Page cache counts as free in both. Both cgroup versions are read, each from this process's group
-    up to the top.
+    Page cache counts as free in the first two. Both cgroup versions are read, each from this
+    process's group up to the top.
     """
-    free = _meminfo(root / "proc/meminfo")
+    free = min([_meminfo(root / "proc/meminfo"), *_own_limits(root / "proc/self")])
     for limit_name, usage_name, cache_name in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -50,10 +54,29 @@ def cpu_quota(root: Path = Path("/")) -> int | None:
 
 
 def _meminfo(path: Path) -> int:
-    for line in path.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"{path}: no MemAvailable line; Linux 3.14 or later is needed")
+    if found := re.search(r"^MemAvailable:\s+(\d+) kB$", _read(path), re.MULTILINE):
+        return int(found[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _own_limits(folder: Path) -> list[int]:
+    """Bytes left of each limit that is set."""
+    limits, status = _read(folder / "limits"), _read(folder / "status")
+    left = []
+    for limit, used in (("Max address space", "VmSize"), ("Max data size", "VmData")):
+        most = re.search(rf"^{limit}\s+(\d+)\s", limits, re.MULTILINE)
+        taken = re.search(rf"^{used}:\s+(\d+) kB$", status, re.MULTILINE)
+        if most and taken:
+            left.append(max(0, int(most[1]) - int(taken[1]) * 1024))
+    return left
+
+
+def _read(path: Path) -> str:
+    """A file of the system, or nothing where there is none."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def _cgroups(root: Path, controller: str) -> list[Path]:

@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from cuengine.batch import Batch, Float32, Int32, SamplerOutput, SamplingBatch
 from cuengine.beside import Beside
-from cuengine.device import numpy_kernels, sampler
+from cuengine.device import numba_environment, numpy_kernels, sampler
 from cuengine.device.container import available_memory, cpu_quota
 from cuengine.device.interface import AttentionShape
+from cuengine.errors import CuengineError
 
 if TYPE_CHECKING:
     from cuengine.device.packed import Arena, PackedMatrix
@@ -71,15 +72,22 @@ class _Operations:
 
 
 def _numba_operations() -> _Operations:
-    """Raises ImportError where Numba is not, or not one that works with this NumPy."""
+    """Raises ImportError where Numba is not, or not one that works with this NumPy, and ConfigError
+    for variables with which it cannot work."""
+    numba_environment.check_threads()
     quota = cpu_quota()
     if quota is not None:
         # It stays there: whenever Numba compiles, it looks whether its settings still hold.
         threads = max(1, min(quota, len(os.sched_getaffinity(0))))
         os.environ.setdefault("NUMBA_NUM_THREADS", str(threads))
-    from cuengine.device import numba_kernels, numba_sampler, numba_setup, products
+    try:
+        from cuengine.device import numba_kernels, numba_sampler, numba_setup, products
 
-    numba_setup.start_threads()
+        numba_setup.start_threads()
+    except (ImportError, CuengineError):
+        raise
+    except Exception as error:
+        raise numba_environment.refused(error) or error from None
     return _Operations(numba_kernels, products.linear, numba_sampler.draw_rows)
 
 
@@ -128,6 +136,9 @@ class CpuDevice:
         self._no_range = nullcontext()
         if use_numba is None:
             use_numba = importlib.util.find_spec("numba") is not None
+            if use_numba and numba_environment.jit_disabled():
+                logger.warning("NUMBA_DISABLE_JIT is set: kernels are NumPy's, which are slower")
+                use_numba = False
         if use_numba:
             from cuengine.device.packed import Arena
 

@@ -12,10 +12,13 @@ from pathlib import Path
 from cuengine.errors import CuengineError
 from cuengine.paths import PREBUILT_VARIABLE
 
-_COMPILE = (
-    "from cuengine.device import numba_kernels, numba_sampler, numba_setup, products\n"
-    "print(numba_setup.config.CPU_NAME or 'this CPU')"
-)
+_COMPILE = """
+import sys
+from cuengine.device import numba_kernels, numba_sampler, numba_setup, products
+if numba_setup.not_kept:
+    sys.exit(numba_setup.not_kept[0])
+print(numba_setup.config.CPU_NAME or "this CPU")
+"""
 
 
 def has_numba() -> bool:
@@ -30,13 +33,16 @@ def compile_cpu_kernels(out: Path | None = None) -> str:
     """
     if out is None:
         return _compile(os.environ)
-    out.mkdir(parents=True, exist_ok=True)
     environment = {key: value for key, value in os.environ.items() if key != PREBUILT_VARIABLE}
-    with tempfile.TemporaryDirectory(dir=out, prefix=".part-") as scratch:
-        target = _compile(environment | {"NUMBA_CACHE_DIR": scratch})
-        (made,) = Path(scratch).iterdir()
-        if not (out / made.name).is_dir():
-            made.rename(out / made.name)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=out, prefix=".part-") as scratch:
+            target = _compile(environment | {"NUMBA_CACHE_DIR": scratch})
+            (made,) = Path(scratch).iterdir()
+            if not (out / made.name).is_dir():
+                made.rename(out / made.name)
+    except OSError as error:
+        raise CuengineError(f"{out}: kernels cannot be written there: {error.strerror}") from error
     return target
 
 

@@ -6,11 +6,12 @@ Nothing here is left behind for other users of Numba in the process, save for th
 from __future__ import annotations
 
 import functools
+import glob
 import hashlib
 import logging
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -22,6 +23,7 @@ from numba.core import config as numba_config
 from numba.core.caching import UserProvidedCacheLocator
 
 from cuengine.device.cpu_target import features
+from cuengine.errors import ConfigError
 from cuengine.paths import PREBUILT_VARIABLE, cache_dir
 
 logger = logging.getLogger(__name__)
@@ -47,9 +49,12 @@ def njit(
     arguments = () if signature is None else (signature,)
 
     def define(function: _Function) -> _Function:
-        with _own_cache() as kept:
-            chosen = options | {"cache": kept and options.get("cache", False)}
-            return cast(_Function, numba.njit(*arguments, **chosen)(function))
+        if signature is not None and options.get("cache"):
+            for folder in _kernel_folders(function):
+                if (kernel := _from_folder(folder, function, signature, options)) is not None:
+                    return cast(_Function, kernel)
+        uncached = options | {"cache": False}
+        return cast(_Function, numba.njit(*arguments, **uncached)(function))
 
     return define
 
@@ -74,48 +79,129 @@ class KernelFolder(UserProvidedCacheLocator):
 
 
 @contextmanager
-def _own_cache() -> Iterator[bool]:
-    """Kernels are cached in cuengine's own folder; False where there can be none.
+def _cached_in(folder: Path) -> Iterator[None]:
+    """Kernels are loaded from this folder, and kept there.
 
     Numba's choice, __pycache__ beside the source, may not be writable, and it looks at the one file
     with the kernel only. Here the folder's name is made from all that makes a difference.
     """
     # Older versions have no choice of locators: they compile anew in each place.
     before = config.CACHE_DIR, getattr(config, "CACHE_LOCATOR_CLASSES", "")
-    folder = _kernel_folder(before[0])
-    if folder:
-        config.CACHE_DIR = folder
-        config.CACHE_LOCATOR_CLASSES = f"{__name__}.{KernelFolder.__name__}"
+    config.CACHE_DIR = str(folder)
+    config.CACHE_LOCATOR_CLASSES = f"{__name__}.{KernelFolder.__name__}"
     try:
-        yield bool(folder)
+        yield
     finally:
         config.CACHE_DIR, config.CACHE_LOCATOR_CLASSES = before
 
 
+def _from_folder(
+    folder: Path, function: Callable[..., Any], signature: Any, options: Mapping[str, Any]
+) -> Any:
+    """The kernel, loaded from there or else compiled and kept there; None where neither works."""
+    for _ in range(2):
+        with _cached_in(folder):
+            kernel: Any = numba.njit(**options)(function)
+            try:
+                kernel.compile(signature)
+            except Exception as error:  # a damaged file can bring any
+                why = (isinstance(error, OSError) and error.strerror) or repr(error)
+                if kernel.signatures:
+                    _note_not_kept(folder, why)
+                elif _discard_damaged(folder, function, why):
+                    continue
+                else:
+                    return None
+        kernel.disable_compile()
+        return kernel
+    return None
+
+
+def _kernel_folders(function: Callable[..., Any]) -> Iterator[Path]:
+    """Where the kernel is looked for, in turn: built ahead, else in the folder that is the user's.
+
+    Where neither can be used nothing is kept.
+    """
+    ahead = _built_ahead()
+    if ahead is not None and _files(ahead, function):
+        yield ahead
+    if (own := _own_folder(config.CACHE_DIR)) is not None:
+        yield own
+
+
 @functools.cache
-def _kernel_folder(users_choice: str) -> str:
-    """Built ahead, or made if need be; "" where it cannot be written."""
-    name = _folder_name()
+def _built_ahead() -> Path | None:
+    """The part of $CUENGINE_KERNELS for this CPU and version, if there is one."""
     prebuilt = os.environ.get(PREBUILT_VARIABLE)
-    if prebuilt and (Path(prebuilt) / name).is_dir():
-        return str(Path(prebuilt) / name)
-    folder = (Path(users_choice) if users_choice else cache_dir() / "numba") / name
-    why = f" ({PREBUILT_VARIABLE}={prebuilt} has none for this CPU and version)" if prebuilt else ""
+    if not prebuilt:
+        return None
     try:
+        found = _folder_name() in os.listdir(prebuilt)
+    except OSError as error:
+        logger.warning("%s=%s: %s", PREBUILT_VARIABLE, prebuilt, error.strerror)
+        return None
+    if not found:
+        logger.info("%s=%s has no kernels for this CPU and version", PREBUILT_VARIABLE, prebuilt)
+        return None
+    return Path(prebuilt) / _folder_name()
+
+
+@functools.cache
+def _own_folder(users_choice: str) -> Path | None:
+    """The user's, made if need be; None where there is none and none can be made."""
+    name = _folder_name()
+    try:
+        folder = (Path(users_choice) if users_choice else cache_dir() / "numba") / name
         folder.mkdir(parents=True, exist_ok=True)
+        filled = any(file.endswith(".nbi") for file in os.listdir(folder))
         writable = os.access(folder, os.W_OK)
+    except ConfigError as error:
+        _note_not_kept(None, str(error))
+        return None
+    except OSError as error:
+        _note_not_kept(folder, error.strerror or str(error))
+        return None
+    if not filled and not writable:
+        _note_not_kept(folder, "it cannot be written")
+        return None
+    if not filled:
+        logger.info("compiling the CPU's kernels: up to a minute, the first time")
+    return folder
+
+
+not_kept: list[str] = []
+"""Why kernels that were compiled here are not there for the next start, if so."""
+
+
+@functools.cache
+def _note_not_kept(folder: Path | None, why: str) -> None:
+    """Once, and not for every kernel."""
+    not_kept.append(why if folder is None else f"{folder}: {why}")
+    logger.warning(
+        "compiling the CPU's kernels: up to a minute, at each start, as they cannot be kept: %s",
+        not_kept[-1],
+    )
+
+
+def _discard_damaged(folder: Path, function: Callable[..., Any], why: str) -> bool:
+    """Take a kernel that cannot be loaded out of the user's folder; False: it is still there."""
+    files = _files(folder, function)
+    if not files:
+        return False
+    logger.warning("damaged, and compiled anew: %s (%s)", files[0], why)
+    if folder == _built_ahead():
+        return False
+    try:
+        for path in files:
+            path.unlink()
     except OSError:
-        writable = False
-    if not writable:
-        logger.warning(
-            "compiling the CPU's kernels%s: up to a minute, at each start, as %s cannot be written",
-            why,
-            folder,
-        )
-        return ""
-    if not any(folder.glob("*.nbi")):
-        logger.info("compiling the CPU's kernels%s: up to a minute, the first time", why)
-    return str(folder)
+        return False
+    return True
+
+
+def _files(folder: Path, function: Callable[..., Any]) -> list[Path]:
+    """What Numba has kept of a function there."""
+    return sorted(folder.glob(f"*.{glob.escape(function.__qualname__)}-*.nb[ci]"))
 
 
 def _folder_name() -> str:

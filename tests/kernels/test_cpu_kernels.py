@@ -315,6 +315,31 @@ def test_free_memory_respects_a_limit_of_version_1(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "used", "kilobytes", "left"),
+    [
+        ("Max address space", "VmSize", 100, 500_000),
+        ("Max data size", "VmData", 100, 500_000),
+        ("Max data size", "VmData", 10_000, 0),
+        ("Max data size", "VmSize", 10_000, 8000 * 1024),  # of another kind
+    ],
+)
+def test_free_memory_respects_the_limits_of_the_process(
+    tmp_path: Path, name: str, used: str, kilobytes: int, left: int
+) -> None:
+    files = {
+        "proc/self/limits": f"{'Max cpu time':<25} unlimited  unlimited  seconds\n"
+        f"{name:<25} {500_000 + 100 * 1024}  unlimited  bytes\n",
+        "proc/self/status": f"Name:\tpython\n{used}:\t{kilobytes:>8} kB\n",
+    }
+    assert available_memory(memory_files(tmp_path, files)) == left
+
+
+def test_without_proc_free_memory_is_what_the_system_says(tmp_path: Path) -> None:
+    free = available_memory(tmp_path)
+    assert 0 < free <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize(
     ("name", "text", "expected"), [("cpu.max", "150000 100000", 2), ("cpu.max", "max 100000", None)]
 )
 def test_cpu_quota_is_rounded_up(

@@ -36,6 +36,7 @@ API_USES = {
     "cuengine.extras",
     "cuengine.outputs",
     "cuengine.sampling_params",
+    "cuengine.shortage",
     "cuengine.stats",
     "cuengine.structured_outputs",
 }

@@ -103,8 +103,14 @@ def _begin(group: str, sanitize: bool) -> tuple[Path, Callable[[], None] | None]
     path = cache_dir() / "emulated" / f"{group}.{key[:16]}.so"
     if path.is_file():
         return path, None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    folder = tempfile.TemporaryDirectory(dir=path.parent)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder = tempfile.TemporaryDirectory(dir=path.parent)
+    except OSError as error:
+        raise CuengineError(
+            f"{path.parent}: the emulator is compiled there: {error.strerror}. Set CUENGINE_CACHE "
+            "to a folder that can be written"
+        ) from error
     # The source stays beside the library, where gdb looks for it.
     source, made = Path(folder.name) / f"{path.stem}.c", Path(folder.name) / path.name
     source.write_text(code)
