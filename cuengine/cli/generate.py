@@ -8,7 +8,7 @@ import json
 import secrets
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from cuengine.cli.arguments import UsageError, engine_config, sampling_params
 from cuengine.cli.start import model_folder
@@ -39,8 +39,13 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         result["model"] = name
         result["seconds"] = {"load": round(loaded, 3), **result["seconds"]}
-        print(json.dumps(result, ensure_ascii=False))
+        print(json.dumps(result, ensure_ascii=not _is_unicode(sys.stdout)))
     return 0
+
+
+def _is_unicode(stream: TextIO) -> bool:
+    """It takes any text; elsewhere JSON has a spelling of its own for it."""
+    return (stream.encoding or "").lower().startswith("utf")
 
 
 def _prompt(args: argparse.Namespace) -> str:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 
 def available_memory(root: Path = Path("/")) -> int:
-    """Bytes free by the kernel's own estimate, or what is left of a limit if less: of a cgroup's, or
-    of the process's own (`ulimit -v`, `ulimit -d`).
+    """Bytes free by the kernel's own estimate, or what is left of a limit if less: a cgroup's, or
+    the process's own (`ulimit -v`, `ulimit -d`).
 
     Page cache counts as free in the first two. Both cgroup versions are read, each from this
     process's group up to the top.

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -201,7 +202,8 @@ def _discard_damaged(folder: Path, function: Callable[..., Any], why: str) -> bo
 
 def _files(folder: Path, function: Callable[..., Any]) -> list[Path]:
     """What Numba has kept of a function there."""
-    return sorted(folder.glob(f"*.{glob.escape(function.__qualname__)}-*.nb[ci]"))
+    name = glob.escape(re.sub("[<>]", "", function.__qualname__))
+    return sorted(folder.glob(f"*.{name}-*.nb[ci]"))
 
 
 def _folder_name() -> str:

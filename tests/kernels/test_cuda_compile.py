@@ -28,7 +28,7 @@ from cuengine.device.kernel_variants import (
     programs,
     uses_tensor_cores,
 )
-from cuengine.device.nvrtc import Nvrtc, NvrtcError, find_nvrtc
+from cuengine.device.nvrtc import CompiledProgram, Nvrtc, NvrtcError, find_nvrtc
 from cuengine.paths import kernel_source_dir
 
 SHARED_LIMIT = {
@@ -239,6 +239,79 @@ def test_kernels_built_ahead_are_used_without_nvrtc(
     with pytest.raises(NvrtcError, match="no NVRTC here"):
         get_kernels(programs("bfloat16", 64, 80)[0], 80)
     assert all(os.stat(path).st_mode & 0o444 == 0o444 for path in out.iterdir())
+
+
+@pytest.fixture
+def built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """$CUENGINE_KERNELS with one program for sm_80, and no NVRTC: nothing is compiled here."""
+
+    def missing(major: int | None = None) -> Nvrtc:
+        raise NvrtcError("no NVRTC here")
+
+    monkeypatch.setattr("cuengine.device.kernel_cache.find_nvrtc", missing)
+    monkeypatch.setenv("CUENGINE_KERNELS", str(tmp_path))
+    record = {"sources": kernel_cache.source_hash(kernel_cache.kernel_source_dir()), "names": {}}
+    (tmp_path / "answer.sm_80.json").write_text(json.dumps(record))
+    (tmp_path / "answer.sm_80.cubin").write_bytes(b"\x7fELF...")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("answer.sm_80.json", b"{", "answer.sm_80.json: not used: JSONDecodeError"),
+        ("answer.sm_80.json", b"[]", "not used: TypeError"),
+        ("answer.sm_80.json", b"{}", "not used: KeyError"),
+        ("answer.sm_80.json", b"\xff", "not used: UnicodeDecodeError"),
+        ("answer.sm_80.cubin", b"", "answer.sm_80.cubin is no cubin"),
+        ("answer.sm_80.cubin", bytes(8), "answer.sm_80.cubin is no cubin"),
+        ("answer.sm_80.cubin", None, "answer.sm_80.cubin is missing"),
+    ],
+)
+def test_damaged_kernels_are_not_used_and_named(
+    built: Path, name: str, content: bytes | None, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = Program("answer", "answer.cu")
+    assert get_kernels(program, 80).cubin == built / "answer.sm_80.cubin"
+    if content is None:
+        (built / name).unlink()
+    else:
+        (built / name).write_bytes(content)
+    with pytest.raises(NvrtcError, match="no answer for sm_80"):
+        get_kernels(program, 80)
+    assert says in caplog.text
+
+
+def test_where_nothing_was_built_for_this_gpu_it_is_said_what_was(
+    built: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(NvrtcError) as refused:
+        get_kernels(Program("answer", "answer.cu"), 90)
+    said = str(refused.value)
+    assert said.startswith(f"CUENGINE_KERNELS={built} has no answer for sm_90 ")
+    assert "(it has files for sm_80)" in said
+    assert said.endswith("no NVRTC here")
+    monkeypatch.setenv("CUENGINE_KERNELS", str(built / "none"))
+    with pytest.raises(NvrtcError, match=r"cuengine \(No such file or directory\), and it cannot"):
+        get_kernels(Program("answer", "answer.cu"), 80)
+
+
+def test_kernels_that_cannot_be_written_are_an_error_that_names_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Compiles:
+        version = (12, 9)
+
+        def compile(self, *_: object, **__: object) -> CompiledProgram:
+            return CompiledProgram(b"", b"", {}, "")
+
+    (tmp_path / "file").touch()
+    program = programs("float32", 64, 80)[0]
+    with pytest.raises(NvrtcError, match=r"file: compiled kernels .* Name another folder"):
+        compile_program(Compiles(), program, 80, tmp_path / "file")  # type: ignore[arg-type]
+    monkeypatch.setenv("CUENGINE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(NvrtcError, match=r"Not a directory\. Set CUENGINE_CACHE"):
+        compile_program(Compiles(), program, 80)  # type: ignore[arg-type]
 
 
 def test_compile_refuses_an_architecture_that_nvrtc_does_not_know(

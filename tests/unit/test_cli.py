@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import dataclasses
 import importlib.metadata
+import io
 import itertools
 import json
 import logging
@@ -715,6 +716,20 @@ def test_odd_standard_streams_bring_one_line_at_most(redirect: str, code: int, s
         stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, check=False, text=True,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (code, says)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "written"),
+    [("ascii", b"\\u0e44 \\U0001f600"), ("latin-1", b"\\u0e44 \\U0001f600")],
+)
+def test_no_text_fails_for_the_terminal_s_encoding(
+    encoding: str, written: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding=encoding))
+    monkeypatch.setattr(info, "run", lambda args: print("\u0e44 \U0001f600") or 0)
+    assert main(["info"]) == 0
+    assert output.getvalue() == written + b"\n"
 
 
 # -- serve's end before it serves

@@ -61,7 +61,7 @@ def features(monkeypatch: pytest.MonkeyPatch) -> Any:
         (V4, "x86-64-v3", "", set(V3)),
         (V4, "x86-64-v4", "", set(V4)),
         (V4, "x86-64-v3", None, {*V4, "sha"}),  # as Numba has it: the host's are added
-        (V4, "x86-64-v3", "+avx512f, -fma", {*V3, "avx512f"} - {"fma"}),
+        (V4, "x86-64-v3", "+avx512f,-fma", {*V3, "avx512f"} - {"fma"}),
         (V4, "generic", None, set()),
         (V3, "znver3", "+avx2,+fma", {"avx2", "fma"}),
     ],
