@@ -210,8 +210,10 @@ def _watch(
 
 
 def _last_error(log: Path) -> str:
-    lines = log.read_text(errors="replace").splitlines()
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    if errors and errors[-1].startswith("Exception:"):  # a traceback, which ends with the reason
+        errors = lines[-1:]
     return (errors or lines or ["it said nothing"])[-1].rstrip(".")
 
 

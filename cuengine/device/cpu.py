@@ -81,9 +81,10 @@ def _numba_operations() -> _Operations:
         threads = max(1, min(quota, len(os.sched_getaffinity(0))))
         os.environ.setdefault("NUMBA_NUM_THREADS", str(threads))
     try:
-        from cuengine.device import numba_kernels, numba_sampler, numba_setup, products
+        from cuengine.device import numba_setup
 
-        numba_setup.start_threads()
+        numba_setup.start_threads()  # before kernels are compiled, which would start them, too
+        from cuengine.device import numba_kernels, numba_sampler, products
     except (ImportError, CuengineError):
         raise
     except Exception as error:

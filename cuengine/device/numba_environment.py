@@ -39,5 +39,5 @@ def refused(error: Exception) -> ConfigError | None:
     if not names:
         return None
     given = ", ".join(f"{name}={os.environ[name]}" for name in names)
-    reason = " ".join(str(error).split()) or type(error).__name__
+    reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
     return ConfigError(f"Numba does not work with {given}: {reason}. Unset what is not needed")

@@ -105,14 +105,14 @@ def _from_folder(
             kernel: Any = numba.njit(**options)(function)
             try:
                 kernel.compile(signature)
-            except Exception as error:  # a damaged file can bring any
-                why = (isinstance(error, OSError) and error.strerror) or repr(error)
-                if kernel.signatures:
-                    _note_not_kept(folder, why)
-                elif _discard_damaged(folder, function, why):
-                    continue
-                else:
+            except (OSError, MemoryError) as error:  # the file may well be whole
+                _note_not_kept(folder, getattr(error, "strerror", None) or repr(error))
+                if not kernel.signatures:
                     return None
+            except Exception as error:  # a damaged file can bring any
+                if kernel.signatures or not _discard_damaged(folder, function, repr(error)):
+                    return None
+                continue
         kernel.disable_compile()
         return kernel
     return None

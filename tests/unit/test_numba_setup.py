@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,19 +20,20 @@ pytest.importorskip("numba", reason="needs Numba")
 from cuengine.device import cpu_target, numba_setup
 
 
+def forget() -> None:
+    """As in another process, which looks for folders anew."""
+    for remembered in (
+        numba_setup._built_ahead,
+        numba_setup._own_folder,
+        numba_setup._note_not_kept,
+    ):
+        remembered.cache_clear()
+    numba_setup.not_kept.clear()
+
+
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The user's cache; nothing is remembered of other places, before and after."""
-
-    def forget() -> None:
-        for remembered in (
-            numba_setup._built_ahead,
-            numba_setup._own_folder,
-            numba_setup._note_not_kept,
-        ):
-            remembered.cache_clear()
-        numba_setup.not_kept.clear()
-
     forget()
     monkeypatch.setattr(numba_setup.config, "CACHE_DIR", "")
     monkeypatch.setenv("CUENGINE_CACHE", str(tmp_path / "cache"))
@@ -105,6 +104,7 @@ def test_a_damaged_kernel_that_was_built_ahead_is_left_alone_and_the_user_s_is_m
         path.write_bytes(b"no pickle")
     before = files(built)
     monkeypatch.setenv(PREBUILT_VARIABLE, str(built))
+    forget()
     assert not loaded(kernel())
     assert "damaged, and compiled anew" in caplog.text
     assert loaded(kernel())
@@ -140,7 +140,7 @@ def test_kernels_that_are_there_are_used_where_nothing_can_be_written(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernel()
-    numba_setup._own_folder.cache_clear()
+    forget()
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     assert loaded(kernel())
     assert numba_setup.not_kept == []
@@ -235,19 +235,14 @@ def test_where_numba_is_to_compile_nothing_kernels_are_numpy_s(
     assert ("NUMBA_DISABLE_JIT is set" in caplog.text) == (kernels == "NumPy")
 
 
-def test_variables_with_which_numba_fails_are_named() -> None:
-    """In a process of its own: Numba reads them when it is imported."""
-    code = "from cuengine.device.cpu import CpuDevice; CpuDevice(use_numba=True)._ready"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"NUMBA_OPT": "9"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("cuengine.errors.ConfigError: Numba does not work with ")
-    assert "NUMBA_OPT=9" in last
+def test_variables_with_which_numba_fails_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise ValueError("Unknown value specified for threading layer: fast")
+
+    monkeypatch.setattr(numba_setup, "start_threads", fail)
+    monkeypatch.setenv("NUMBA_THREADING_LAYER", "fast")
+    with pytest.raises(ConfigError, match=r"Numba does not work with NUMBA_\S+=.*: Unknown value"):
+        cpu._numba_operations()
 
 
 def test_a_failure_without_any_variable_is_nobody_s(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ def of_system(number: int, path: str | None = None) -> OSError:
 SHORT = [
     (of_system(errno.EMFILE), "Too many open files: raise the limit of open files (`ulimit -n`)"),
     (of_system(errno.ENFILE), "raise fs.file-max"),
-    (of_system(errno.EAGAIN), "raise the limit of processes and threads (`ulimit -u`)"),
+    (of_system(errno.EAGAIN), "raise the limit of processes and threads (`ulimit -u`"),
     (of_system(errno.ENOMEM), "Cannot allocate memory: give it more (`ulimit -v`"),
     (of_system(errno.ENOSPC, "/a/b"), "/a/b: No space left on device: free some room"),
     (of_system(errno.EROFS, "/a/b"), "/a/b: Read-only file system: set CUENGINE_CACHE"),
