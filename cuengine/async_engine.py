@@ -20,9 +20,10 @@ from cuengine.counted import counted
 from cuengine.engine_keeper import EngineKeeper
 from cuengine.engine_link import EngineLink
 from cuengine.engine_view import EngineView
-from cuengine.errors import EngineDiedError, EngineStoppedError, RequestError
+from cuengine.errors import ConfigError, EngineDiedError, EngineStoppedError, RequestError
 from cuengine.flights import Flight, Roster
 from cuengine.front_desk import FrontDesk
+from cuengine.shortage import shortage
 from cuengine.stats import EngineStats
 from cuengine.text_side import TextSide, load_text_side
 from cuengine.wire import (
@@ -83,7 +84,11 @@ class AsyncEngine(FrontDesk):
         Raises ModelError and ConfigError.
         """
         check_step_timeout(step_timeout)
-        link = EngineLink()  # Python starts there while the model is found here
+        try:
+            link = EngineLink()  # Python starts there while the model is found here
+        except OSError as error:
+            why = shortage(error) or f"{error.filename}: {error.strerror}"
+            raise ConfigError(f"the engine's process cannot be started: {why}") from error
         try:
             text = load_text_side(config, found=link.start)
             return cls(config, text, link, link.wait_ready(), step_timeout)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from cuengine.config import EngineConfig
 from cuengine.engine_link import EngineLink
 from cuengine.errors import CuengineError
+from cuengine.shortage import shortage
 from cuengine.wire import Command, Report
 
 logger = logging.getLogger("cuengine")
@@ -156,7 +157,7 @@ class EngineKeeper:
                 self._link.start(self._config)
                 await asyncio.to_thread(self._link.wait_ready)
             except (CuengineError, OSError) as error:
-                logger.error("The engine cannot be loaded again: %s", error)
+                logger.error("The engine cannot be loaded again: %s", shortage(error) or error)
                 await self._ended()
                 continue
             logger.warning("The engine's process %d takes over", self.pid)

@@ -68,13 +68,13 @@ def _of_output(error: Exception) -> TypeGuard[OSError]:
 
 
 def _open_standard_streams() -> None:
-    """Python has None for streams that the caller closed; nothing here is to trip over that."""
-    if sys.stdin is None:
-        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (to the process's end)
-    if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    """Python has None for streams that the caller closed; nothing here is to trip over that, and no
+    process that is started from here: else the next file that is opened would be its stderr."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 (to the process's end)
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
 
 
 def _write_anything() -> None:

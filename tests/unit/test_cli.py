@@ -718,6 +718,18 @@ def test_odd_standard_streams_bring_one_line_at_most(redirect: str, code: int, s
     assert (done.returncode, done.stderr) == (code, says)
 
 
+def test_processes_that_are_started_have_standard_streams_where_the_caller_closed_them() -> None:
+    child = "import os; [os.fstat(number) for number in range(3)]"
+    code = (
+        "import subprocess, sys\n"
+        "from cuengine.cli import main\n"
+        "main._open_standard_streams()\n"
+        f"sys.exit(subprocess.run([sys.executable, '-c', {child!r}]).returncode)"
+    )
+    closed = 'exec "$0" -c "$1" <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", closed, sys.executable, code], check=False).returncode == 0
+
+
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_no_text_fails_for_the_terminal_s_encoding(
     encoding: str, monkeypatch: pytest.MonkeyPatch
