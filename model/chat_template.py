@@ -308,7 +308,7 @@ def _text_or_file(override: str) -> str:
     """Text with Jinja's braces or a line break is a template; anything else must be a file."""
     if any(mark in override for mark in ("{{", "{%", "{#", "\n")):
         return override
-    path = Path(override).expanduser()
+    path = Path(os.path.expanduser(override))
     if not os.path.isfile(path):
         raise ModelError(f"--chat-template {override}: no such file, and no Jinja template either")
     return _read_text(path)

@@ -5,6 +5,7 @@ What is missing is fetched by hub.py and builtin.py; nothing here reads a weight
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,14 +64,12 @@ def _look_up(name: str, revision: str | None) -> ModelFiles | Callable[[bool], M
         raise ModelError(f"the model's name is empty. Allowed: {ALLOWED}")
     hub_name = _HUB_NAME.fullmatch(name)
     try:
-        path = Path(name).expanduser()
+        path = Path(os.path.expanduser(name))  # of no user that there is, it stays as it is
         if path.exists():
             _no_revision(name, revision, "a path")
             return _in_folder(path) if path.is_dir() else _file(path)
     except OSError as error:  # too long, or a folder that may not be looked into
         raise ModelError(f"{name[:200]}: {error.strerror}. A model is {ALLOWED}") from None
-    except RuntimeError as error:  # ~ of a user whom the system does not know
-        raise ModelError(f"{name[:200]}: {str(error).rstrip('.')}. A model is {ALLOWED}") from None
 
     from cuengine.model.builtin import BUILTIN_MODELS
 
