@@ -35,7 +35,7 @@ logger = logging.getLogger("cuengine")
 COMMAND = [sys.executable, "-I" if sys.flags.isolated else "-P", "-m", "cuengine.engine_process"]
 
 _LOAD_ERRORS = {"ModelError": ModelError, "ConfigError": ConfigError}
-_HINTS = {
+_HINTS: dict[int, str] = {
     signal.SIGKILL: ", as the system does where memory runs out",
     signal.SIGILL: ": kernels for another CPU; see NUMBA_CPU_NAME and NUMBA_CPU_FEATURES",
     signal.SIGBUS: ": a file that was mapped has become shorter, or /dev/shm is full",

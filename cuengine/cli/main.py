@@ -53,12 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (OSError, MemoryError, RuntimeError) as error:
         if _of_output(error):
             _discard_output()
-            message = f"the output cannot be written: {error.strerror}"
+            why = f"the output cannot be written: {error.strerror}"
+        elif (short_of := shortage(error)) and os.environ.get("CUENGINE_DEBUG") != "1":
+            why = short_of
         else:
-            message = shortage(error)
-            if message is None or os.environ.get("CUENGINE_DEBUG") == "1":
-                raise
-        print(f"cuengine: {message}", file=sys.stderr)
+            raise
+        print(f"cuengine: {why}", file=sys.stderr)
         return 1
     return code
 
