@@ -106,11 +106,12 @@ def _from_folder(
             try:
                 kernel.compile(signature)
             except (OSError, MemoryError) as error:  # the file may well be whole
-                _note_not_kept(folder, getattr(error, "strerror", None) or repr(error))
+                _note_not_kept(folder, getattr(error, "strerror", "") or repr(error))
                 if not kernel.signatures:
                     return None
             except Exception as error:  # a damaged file can bring any
-                if kernel.signatures or not _discard_damaged(folder, function, repr(error)):
+                why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                if kernel.signatures or not _discard_damaged(folder, function, why):
                     return None
                 continue
         kernel.disable_compile()
