@@ -15,14 +15,22 @@ def cache_dir() -> Path:
     """Where what can be made or fetched again lies; it need not exist yet.
 
     $CUENGINE_CACHE, else cuengine/ in $XDG_CACHE_HOME, else ~/.cache/cuengine.
-    Raises ConfigError where there is no home directory that it could be in.
+    Raises ConfigError where there is no home directory that it could be in, and for a path that
+    is not UTF-8.
     """
     own = os.environ.get("CUENGINE_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME")
     try:
         if own:
-            return Path(own).expanduser()
-        base = os.environ.get("XDG_CACHE_HOME")
-        return (Path(base) if base else Path.home() / ".cache") / "cuengine"
+            folder = Path(own).expanduser()
+        else:
+            folder = (Path(base) if base else Path.home() / ".cache") / "cuengine"
+        str(folder).encode()  # of libraries that read a model's files, some take no other
+        return folder
+    except UnicodeEncodeError:
+        raise ConfigError(
+            f"the cache's path {str(folder)!r} is not UTF-8: set CUENGINE_CACHE to one that is"
+        ) from None
     except RuntimeError as error:  # pathlib's, of a user whom the system does not know
         said = f"CUENGINE_CACHE={own}: " if own else ""
         raise ConfigError(

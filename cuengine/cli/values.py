@@ -80,9 +80,11 @@ def _with_unit(size: float, step: int, units: list[str]) -> str:
 
 
 def text(value: str) -> str:
-    """Any but none."""
+    """Any but none, and none that is not UTF-8: no model, no JSON and no client could read it."""
     if not value:
         raise argparse.ArgumentTypeError("it is empty: give it a value, or leave it out")
+    if not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
+        raise argparse.ArgumentTypeError(f"{value!r:.200} is not UTF-8")
     return value
 
 

@@ -297,6 +297,21 @@ def test_an_empty_text_is_wrong_usage_with_the_flag(
 
 
 @pytest.mark.parametrize(
+    ("command", "flag"),
+    [(command, flag) for command, flag in TEXTS if flag not in ("--head-dim", "--dtype")],
+)
+def test_a_text_that_is_not_utf_8_is_wrong_usage_with_the_flag(
+    command: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Python hands over an argument with the byte FF in it."""
+    argument = f"{flag}=a\udcff" if flag else "a\udcff"
+    error = _usage_error([command, *COMMANDS[command], argument], capsys)
+    assert (flag or "MODEL") in error
+    assert r"a\udcff" in error
+    assert "not UTF-8" in error or "is not a list" in error
+
+
+@pytest.mark.parametrize(
     ("message", "said"),
     [
         ("at most 8, or give kv_cache_memory=377487361 or a gpu_memory_utilization above 0.9.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,12 @@ def test_without_a_home_there_is_one_line_that_says_what_to_set(
 
     monkeypatch.setattr("pwd.getpwuid", unknown)
     with pytest.raises(ConfigError, match="home directory: set CUENGINE_CACHE"):
+        cache_dir()
+
+
+def test_a_path_that_is_not_utf_8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUENGINE_CACHE", os.fsdecode(b"/a\xff/b"))
+    with pytest.raises(ConfigError, match=r"'/a\\udcff/b' is not UTF-8: set CUENGINE_CACHE"):
         cache_dir()
 
 

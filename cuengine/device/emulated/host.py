@@ -296,7 +296,14 @@ class EmulatedRuntime:
     # Kernels
 
     def load_module(self, cubin: Path, ptx: Path) -> EmulatedModule:
-        return EmulatedModule(self, emulator.Module.from_ptx(ptx.read_text(), self.memory))
+        try:
+            text = ptx.read_text(encoding="utf-8")
+        except OSError as error:
+            raise CuengineError(
+                f"{ptx}: {error.strerror}: the emulated device runs PTX, which kernels that were "
+                "built ahead may come without. Unset CUENGINE_KERNELS, or take another device"
+            ) from error
+        return EmulatedModule(self, emulator.Module.from_ptx(text, self.memory))
 
     def launch(
         self,
