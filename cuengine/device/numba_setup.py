@@ -142,10 +142,7 @@ def _built_ahead() -> Path | None:
     except OSError as error:
         logger.warning("%s=%s: %s", PREBUILT_VARIABLE, prebuilt, error.strerror)
         return None
-    if not found:
-        logger.info("%s=%s has no kernels for this CPU and version", PREBUILT_VARIABLE, prebuilt)
-        return None
-    return Path(prebuilt) / _folder_name()
+    return Path(prebuilt) / _folder_name() if found else None
 
 
 @functools.cache
@@ -167,7 +164,11 @@ def _own_folder(users_choice: str) -> Path | None:
         _note_not_kept(folder, "it cannot be written")
         return None
     if not filled:
-        logger.info("compiling the CPU's kernels: up to a minute, the first time")
+        prebuilt = os.environ.get(PREBUILT_VARIABLE)
+        why = f" ({PREBUILT_VARIABLE}={prebuilt} has none for this CPU and version)"
+        if not prebuilt or _built_ahead() is not None:
+            why = ""
+        logger.info("compiling the CPU's kernels%s: up to a minute, the first time", why)
     return folder
 
 
