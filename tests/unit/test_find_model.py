@@ -227,6 +227,24 @@ def test_pip_s_own_words_are_passed_on(
         fetch_builtin(small, progress=False)
 
 
+@pytest.mark.parametrize(
+    ("log", "reason"),
+    [
+        ("Collecting a\nERROR: No match.\nERROR: None found for a.\n", "None found for a"),
+        (
+            "ERROR: Exception:\nTraceback (most recent call last):\n  File ...\n"
+            "OSError: [Errno 28] No space left on device\n",
+            "OSError: [Errno 28] No space left on device",
+        ),
+        ("Killed\n", "Killed"),
+        ("", "it said nothing"),
+    ],
+)
+def test_pip_s_reason_is_the_last_one_that_it_gives(log: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "pip.log").write_text(log)
+    assert builtin._last_error(tmp_path / "pip.log") == reason
+
+
 def test_without_pip_the_message_says_how_to_do_it_by_hand(
     small: BuiltinModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
