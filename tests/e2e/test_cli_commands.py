@@ -224,7 +224,7 @@ def test_pull_says_where_the_model_is_and_can_be_repeated(
     for _ in range(2):
         assert main(["pull", str(tiny_chat_model)]) == 0
         shown = capsys.readouterr().out
-        weights = (tiny_chat_model / "model.safetensors").stat().st_size
+        weights = sum(path.stat().st_size for path in tiny_chat_model.glob("*.safetensors"))
         assert f"in {tiny_chat_model}: {format_size(weights)} of weights" in shown
         assert "LlamaForCausalLM" in shown
 
