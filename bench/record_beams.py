@@ -19,7 +19,7 @@ from pathlib import Path
 
 from throughput import BENCH, DEFAULT_TRACE, read_trace
 
-from cuengine import BeamSearchParams, EngineConfig, SamplingParams
+from cuengine import BeamSearchParams, EngineConfig, SamplingParams, load_engine
 from cuengine.batch import Batch, SamplerOutput, SamplingBatch
 from cuengine.engine import Engine, Runner
 
@@ -100,7 +100,7 @@ def main() -> None:
         max_num_seqs=len(requests) * width,
         num_blocks=len(requests) * width * 2 * LONGEST // 16,
     )
-    engine = Engine.from_config(config)
+    engine = load_engine(config)
     prompts = write_prompts(engine, [prompt for prompt, _ in requests], arguments.start)
     recorder = engine.runner = Recorder(engine)
     for i, (_, output) in enumerate(requests):

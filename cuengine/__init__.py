@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from cuengine.errors import ModelError as ModelError
     from cuengine.errors import RequestError as RequestError
     from cuengine.llm import LLM as LLM
+    from cuengine.loading import load_engine as load_engine
     from cuengine.outputs import BeamSearchOutput as BeamSearchOutput
     from cuengine.outputs import CompletionOutput as CompletionOutput
     from cuengine.outputs import RequestDelta as RequestDelta
@@ -43,6 +44,7 @@ _MODULES = {
     "RequestOutput": "outputs",
     "SamplingParams": "sampling_params",
     "StructuredOutputsParams": "structured_outputs",
+    "load_engine": "loading",
 }
 
 

@@ -133,16 +133,6 @@ class Engine:
         self._generation_tokens = 0
         self._last_steps: deque[StepView] = deque(maxlen=NUM_STEPS)
 
-    @classmethod
-    def from_config(cls, config: EngineConfig) -> Engine:
-        """Find, fetch and load the model, and size the KV cache.
-
-        Raises ModelError and ConfigError.
-        """
-        from cuengine.loading import load_engine
-
-        return load_engine(config)
-
     def check_request(self, prompt_token_ids: list[int], params: RequestParams) -> int:
         """max_tokens as it will be; raises RequestError for what can never be served."""
         return self._limits.check(prompt_token_ids, params)

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NoReturn
 
+from cuengine import loading
 from cuengine.child_process import end_with_parent
 from cuengine.engine import Engine
 from cuengine.errors import CuengineError, ModelError, RequestError
@@ -239,7 +240,7 @@ def main() -> int:
     for name, level in start.log_levels.items():
         logging.getLogger(name).setLevel(level)
     try:
-        engine = Engine.from_config(start.config)
+        engine = loading.load_engine(start.config)
     except Exception as error:
         failed = load_failed(error)
         if failed is None:

@@ -15,6 +15,7 @@ from cuengine.config import EngineConfig
 from cuengine.counted import counted
 from cuengine.engine import Engine
 from cuengine.errors import ConfigError, RequestError
+from cuengine.loading import load_engine
 from cuengine.output_processor import OutputProcessor
 from cuengine.outputs import BeamSearchOutput, CompletionOutput, RequestDelta, RequestOutput
 from cuengine.sampling_params import BeamSearchParams, RequestParams, SamplingParams
@@ -53,7 +54,7 @@ class LLM:
                 f"{', '.join(sorted(unknown))}: there is no such setting. They are: "
                 f"{', '.join(known)}"
             )
-        self._use(Engine.from_config(EngineConfig(**fields)))
+        self._use(load_engine(EngineConfig(**fields)))
 
     @classmethod
     def from_engine(cls, engine: Engine) -> LLM:

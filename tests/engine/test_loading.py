@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cuengine import ConfigError, Engine, EngineConfig
+from cuengine import ConfigError, EngineConfig, load_engine
 from cuengine.errors import ModelError
 from cuengine.loading import size_kv_cache
 
@@ -65,7 +65,7 @@ def test_a_context_beyond_the_models_positions_is_refused(tiny_model: Callable[[
         model=str(tiny_model("gqa_default")), skip_tokenizer_init=True, max_model_len=513
     )
     with pytest.raises(ConfigError, match="max_model_len=513 is more than this model's 512"):
-        Engine.from_config(config)
+        load_engine(config)
 
 
 def test_a_draft_model_that_is_not_there_is_named_as_one(tiny_model: Callable[[str], Path]):
@@ -77,7 +77,7 @@ def test_a_draft_model_that_is_not_there_is_named_as_one(tiny_model: Callable[[s
     with pytest.raises(
         ModelError, match=r"speculative_config: the draft model \./nowhere: no such"
     ):
-        Engine.from_config(config)
+        load_engine(config)
 
 
 def test_start_up_logs_each_phase_once(
@@ -85,7 +85,7 @@ def test_start_up_logs_each_phase_once(
 ):
     config = EngineConfig(model=str(tiny_model("gqa_default")), skip_tokenizer_init=True)
     with caplog.at_level(logging.INFO, "cuengine"):
-        engine = Engine.from_config(config)
+        engine = load_engine(config)
     for phase in ("model files", "weights", "tokenizer", "warm-up"):
         assert sum(message.startswith(f"{phase}: ") for message in caplog.messages) == 1
     assert engine.stats().num_free_blocks == engine.stats().num_blocks

@@ -24,7 +24,7 @@ from cuengine.device.emulated import host
 from cuengine.device.interface import Device
 from cuengine.engine import Engine
 from cuengine.errors import ConfigError
-from cuengine.loading import all_weights, layer_weights
+from cuengine.loading import all_weights, layer_weights, load_engine
 from cuengine.model.config import ModelConfig
 from cuengine.outputs import EngineOutput
 from cuengine.profiling import stream
@@ -51,7 +51,7 @@ def engine_for(workload: Workload, folder: Path, device: str = "cpu") -> Engine:
         block_size=workload.block_size,
         max_num_batched_tokens=workload.step_tokens,
     )
-    return Engine.from_config(workload.settings(config))
+    return load_engine(workload.settings(config))
 
 
 def sizes_of(engine: Engine) -> ModelConfig:
