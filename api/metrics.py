@@ -206,6 +206,15 @@ class _EngineCollector(Collector):
             for position, count in enumerate(stats.num_accepted_tokens_per_pos):
                 positions.add_metric([*labels, str(position)], count)
         yield positions
+        counts = self._engine.replica_counts()
+        if counts is not None:
+            ready, wanted = counts
+            yield GaugeMetricFamily(
+                "cuengine_replicas", "Engines that take requests now", value=ready
+            )
+            yield GaugeMetricFamily(
+                "cuengine_replicas_wanted", "Engines that there are to be", value=wanted
+            )
         up = not (self._engine.restarting or self._engine.failed)
         yield GaugeMetricFamily(
             "cuengine_engine_up", "1: the engine runs; 0: it is started again, or failed", value=up

@@ -130,6 +130,9 @@ class AsyncEngine(FrontDesk):
     def replicas(self) -> None:
         """There is one engine."""
 
+    def replica_counts(self) -> None:
+        """There is one engine."""
+
     async def view(self, replica: str | None = None) -> EngineView:
         """What is to be seen of the engine between two steps; totals as in `stats`.
 

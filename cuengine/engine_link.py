@@ -89,7 +89,7 @@ class EngineLink:
             while self._unheard:
                 match report := self._unheard.pop(0):
                     case Log():
-                        _handle(report)
+                        log_here(report)
                     case Ready():
                         return report
                     case LoadFailed():
@@ -173,7 +173,7 @@ class _Protocol(asyncio.Protocol):
         while link._unheard:
             report = link._unheard.pop(0)
             if isinstance(report, Log):
-                _handle(report)
+                log_here(report)
             else:
                 self._on_report(report)
 
@@ -190,8 +190,8 @@ class _Protocol(asyncio.Protocol):
                 self.data_received(data)
 
 
-def _handle(log: Log) -> None:
-    """Log what the engine's process did."""
+def log_here(log: Log) -> None:
+    """Log what another process did."""
     to = logging.getLogger(log.logger)
     if to.isEnabledFor(log.level):
         record = logging.makeLogRecord(

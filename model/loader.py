@@ -80,6 +80,11 @@ def load_weights(
     )
 
 
+def check_weights(folder: Path, config: ModelConfig) -> None:
+    """Raises ModelError as load_weights does for a missing or damaged file or tensor."""
+    _open_checked(folder, config)
+
+
 def weight_bytes(config: ModelConfig, itemsize: int) -> int:
     """Bytes of all weights at `itemsize` bytes each; tied ones count once."""
     return itemsize * sum(math.prod(part.shape) for part in all_parts(config))

@@ -7,8 +7,9 @@ import dataclasses
 import os
 import signal
 import sys
+from contextlib import ExitStack, closing
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from cuengine.api.settings import ServerSettings
 from cuengine.cli.arguments import UsageError, engine_config, usage_errors
@@ -30,41 +31,46 @@ def run(args: argparse.Namespace) -> int:
 
     check_model_name(config.model, revision=config.revision)
     ending = _EndWhileLoading()
-    signal.signal(signal.SIGTERM, ending)
-    listening = listen(settings)  # an address in use shows now, not after the model is loaded
-    try:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, ending)
+    with ExitStack() as stack:
+        # An address in use shows now, not after the model is loaded.
+        listening = stack.enter_context(closing(listen(settings)))
         engine: ServingEngine
         if replicas is None:
             name, engine = build_engine(config, step_timeout=args.step_timeout)
         else:
-            name, engine = build_ray_engine(config, replicas, step_timeout=args.step_timeout)
-        if ending.asked:
-            ending.end()
+            ray_engine = stack.enter_context(
+                build_ray_engine(
+                    config, replicas, step_timeout=args.step_timeout, check=ending.check
+                )
+            )
+            name, engine = ray_engine.model_name, ray_engine
+        ending.check()
         if not settings.served_model_names:
             settings = dataclasses.replace(settings, served_model_names=(name,))
         run_server(engine, settings, listening)
-    finally:
-        listening.close()
     return 0
 
 
 class _EndWhileLoading:
-    """Until the server drains on it. By default SIGTERM ends any process but a container's first,
+    """Until the server drains on them. By default SIGTERM ends any process but a container's first,
     which does not notice it: the model would be loaded and served until somebody kills it.
-
-    asked  it has come: what runs at the moment may swallow any exception, as Python's own compiler
-           of modules does
     """
 
     def __init__(self) -> None:
-        self.asked = False
+        self._asked: int | None = None
 
-    def __call__(self, _number: int, _frame: FrameType | None) -> None:
-        self.asked = True
-        self.end()
+    def __call__(self, number: int, _frame: FrameType | None) -> None:
+        self._asked = number
+        self.check()
 
-    def end(self) -> NoReturn:
-        sys.exit(128 + signal.SIGTERM)
+    def check(self) -> None:
+        """End the process if a signal has come: what runs when one does may swallow any exception,
+        as Python's own compiler of modules does.
+        """
+        if self._asked is not None:
+            sys.exit(128 + self._asked)
 
 
 def _settings(args: argparse.Namespace) -> ServerSettings:
@@ -95,25 +101,28 @@ def _settings(args: argparse.Namespace) -> ServerSettings:
         )
 
 
+_RAY_SETTINGS = {
+    "data_parallel_size": "replicas",
+    "max_data_parallel_size": "max_replicas",
+    "ray_address": "address",
+    "ray_replica_cpus": "cpus",
+    "ray_app": "app",
+    "ray_prefix_margin": "prefix_margin",
+}
+"""Flags, and what RaySettings calls them."""
+
+
 def _replicas(args: argparse.Namespace) -> RaySettings | None:
     """None: one engine, without Ray."""
+    given = {flag: getattr(args, flag) for flag in _RAY_SETTINGS if getattr(args, flag) is not None}
     with usage_errors():
         settings = RaySettings(
-            replicas=args.data_parallel_size,
-            max_replicas=args.max_data_parallel_size,
-            address=args.ray_address,
-            cpus=args.ray_replica_cpus,
-            app=args.ray_app,
-            prefix_margin=args.ray_prefix_margin,
+            **{_RAY_SETTINGS[flag]: value for flag, value in given.items()},
             drain_timeout=args.drain_timeout,
         )
-    if args.data_parallel_backend is None:
-        flags = ("max_data_parallel_size", "ray_address", "ray_app")
-        given = [name for name in flags if getattr(args, name) is not None]
-        if args.data_parallel_size != 1:
-            given.insert(0, "data_parallel_size")
-        if given:
-            flag = f"--{given[0].replace('_', '-')} {getattr(args, given[0])}"
-            raise UsageError(f"{flag} needs --data-parallel-backend ray")
-        return None
-    return settings
+    if args.data_parallel_backend is not None:
+        return settings
+    for flag, value in given.items():
+        if (flag, value) != ("data_parallel_size", 1):
+            raise UsageError(f"{flag}={value!r} needs --data-parallel-backend ray")
+    return None

@@ -7,9 +7,10 @@ import argparse
 from cuengine.api.settings import TOOL_CALL_FORMATS, ServerSettings
 from cuengine.cli.values import memory_size, number, port, text, whole
 from cuengine.config import STEP_TIMEOUT
-from cuengine.ray_backend.settings import PREFIX_MARGIN
+from cuengine.ray_backend.settings import RaySettings
 
 _DEFAULT = ServerSettings()
+_RAY = RaySettings()
 
 
 def add_server(parser: argparse.ArgumentParser) -> None:
@@ -152,8 +153,8 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         "--data-parallel-size",
         type=whole,
         metavar="N",
-        default=1,
-        help="engines that answer side by side, each with the whole model (default: %(default)s)",
+        help="engines that answer side by side, each with the whole model "
+        f"(default: {_RAY.replicas})",
     )
     group.add_argument(
         "--data-parallel-backend",
@@ -177,9 +178,8 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         "--ray-replica-cpus",
         type=number,
         metavar="CPUS",
-        default=1.0,
         help="CPUs that Ray reserves for each engine, and on cpu its threads "
-        "(default: %(default)g)",
+        f"(default: {_RAY.cpus:g})",
     )
     group.add_argument(
         "--ray-app",
@@ -192,9 +192,8 @@ def _add_replicas(group: argparse._ArgumentGroup) -> None:
         "--ray-prefix-margin",
         type=number,
         metavar="REQUESTS",
-        default=PREFIX_MARGIN,
         help="more than another engine has, and one still gets a request whose whole prompt it "
-        "knows (default: %(default)g)",
+        f"knows (default: {_RAY.prefix_margin:g})",
     )
 
 

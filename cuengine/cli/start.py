@@ -5,12 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cuengine.config import EngineConfig
 from cuengine.errors import ConfigError
 from cuengine.extras import how_to_install
+from cuengine.ray_backend.address import cluster_address
+from cuengine.ray_backend.environment import prepare
 
 if TYPE_CHECKING:
     from cuengine.async_engine import AsyncEngine
@@ -49,14 +53,19 @@ def build_engine(config: EngineConfig, **settings: float) -> tuple[str, AsyncEng
 
 
 def build_ray_engine(
-    config: EngineConfig, settings: RaySettings, *, step_timeout: float
-) -> tuple[str, RayEngine]:
-    """The same with engines on a Ray cluster; SIGHUP replaces them, one after the other.
+    config: EngineConfig,
+    settings: RaySettings,
+    *,
+    step_timeout: float,
+    check: Callable[[], None],
+) -> AbstractContextManager[RayEngine]:
+    """The same with engines on a Ray cluster, for the time of the block; see ray_backend/start.py.
 
     Raises ModelError, and ConfigError where there is no Ray, too.
     """
+    prepare(starts_ray=cluster_address(settings.address) is None)
     try:
-        from cuengine.ray_backend.start import start_ray_engine
+        from cuengine.ray_backend.start import ray_engine
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "ray":
             raise
@@ -65,5 +74,4 @@ def build_ray_engine(
             "machine of the cluster"
         ) from error
 
-    engine = start_ray_engine(config, settings, step_timeout=step_timeout)
-    return engine.model_name, engine
+    return ray_engine(config, settings, step_timeout=step_timeout, check=check)

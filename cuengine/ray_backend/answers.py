@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from cuengine.engine_view import EngineView
 from cuengine.outputs import EngineOutput
-from cuengine.ray_backend.messages import HEARTBEAT, Taken, Unfinished
+from cuengine.ray_backend.messages import HEARTBEAT, Taken, Unfinished, server_of
 from cuengine.stats import EngineStats
 from cuengine.wire import (
     Abort,
@@ -28,19 +29,34 @@ from cuengine.wire import (
     frame,
 )
 
+ITEMS_A_SECOND = 500
+"""In all streams of a replica: Ray takes about a millisecond for each, here and where it is heard.
+With more tokens than that, each item has several; the first one and the last wait for nobody.
+"""
+
 
 @dataclass(slots=True, eq=False)
 class _Answer:
     """What is to be said about a request.
 
+    server    that it is from
     promised  the engine will report of it soon (compiling a grammar may take long)
+    given_up  nobody listens any more
     """
 
+    server: str
     unfinished: Unfinished
     promised: bool
+    given_up: bool = False
     admitted: Admitted | None = None
     outputs: list[EngineOutput] = field(default_factory=list)
     news: asyncio.Event = field(default_factory=asyncio.Event)
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def wake(self) -> None:
+        self.news.set()
+        if self.given_up or not self.unfinished:
+            self.over.set()
 
 
 class Answers:
@@ -51,6 +67,8 @@ class Answers:
         self._send = send
         self._answers: dict[str, _Answer] = {}
         self._views: deque[asyncio.Future[EngineView]] = deque()
+        # When each server was last told something, in any stream.
+        self._last_told: dict[str, float] = {}
         self._num_steps = 0
         self.stats = EngineStats(num_blocks=num_blocks, num_free_blocks=num_blocks)
 
@@ -65,18 +83,34 @@ class Answers:
     async def stream(self, command: Add | AddBeams) -> AsyncGenerator[bytes, None]:
         """Closing it, or cancelling who waits for it, aborts the request."""
         promised = isinstance(command, AddBeams) or command.params.structured_outputs is None
-        answer = self._answers[command.key] = _Answer(Unfinished(command), promised)
+        server = server_of(command.key)
+        answer = self._answers[command.key] = _Answer(server, Unfinished(command), promised)
+        now = asyncio.get_running_loop().time
+        next_item = 0.0
         try:
             self._send(command)
+            self._last_told[server] = now()
             yield frame(Taken(self._replica))
             while answer.unfinished or answer.news.is_set():
                 try:
                     async with asyncio.timeout(HEARTBEAT):
                         await answer.news.wait()
                 except TimeoutError:
-                    yield b""
+                    # One stream's sign of life does for all: there may be a thousand that wait.
+                    if now() - self._last_told[server] >= 0.75 * HEARTBEAT:
+                        self._last_told[server] = now()
+                        yield b""
                     continue
+                if (pause := next_item - now()) > 0:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(pause):
+                            await answer.over.wait()
+                if answer.given_up:
+                    return
                 answer.news.clear()
+                self._last_told[server] = now()
+                if answer.outputs:
+                    next_item = now() + self.stats.num_running / ITEMS_A_SECOND
                 yield self._collect(answer)
         finally:
             del self._answers[command.key]
@@ -99,7 +133,15 @@ class Answers:
         if answer is not None:
             self._send(FinishSample(key, index))
             answer.unfinished.finish(index)
-            answer.news.set()
+            answer.wake()
+
+    def give_up(self, server: str) -> int:
+        """It is gone: abort all that it had running. Returns how many requests these are."""
+        answers = [answer for answer in self._answers.values() if answer.server == server]
+        for answer in answers:
+            answer.given_up = True
+            answer.wake()
+        return len(answers)
 
     async def view(self) -> EngineView:
         view: asyncio.Future[EngineView] = asyncio.get_running_loop().create_future()
@@ -117,7 +159,7 @@ class Answers:
                     if answer is not None:
                         answer.outputs.append(output)
                         answer.unfinished.drawn(output.tokens)
-                        answer.news.set()
+                        answer.wake()
             case Admitted():
                 answer = self._answers.get(report.key)
                 if answer is not None:
@@ -125,7 +167,7 @@ class Answers:
                     answer.admitted = report
                     if report.problem is not None:
                         answer.unfinished.refuse()
-                    answer.news.set()
+                    answer.wake()
             case Seen():
                 view = self._views.popleft()
                 if not view.done():  # else nobody waits any more

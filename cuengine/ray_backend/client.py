@@ -1,9 +1,10 @@
 """RayEngine: the engines of many machines behind AsyncEngine's interface.
 
-Each request runs on one replica, whose answer comes in a stream of its own. A stream that breaks,
-or in which not even a sign of life comes, shows that its replica is gone: what ran there goes on
-elsewhere, with the tokens it has got, as it would have. Which request must not, suspicion.py says:
-suspects run one at a time, beside none but those that have got a token where they run.
+Each request runs on one replica, whose answer comes in a stream of its own. A stream that breaks
+shows that its replica is gone, and so does the silence of a replica in all its streams and when
+asked: what ran there goes on elsewhere, with the tokens it has got, as it would have. Which request
+must not, suspicion.py says: suspects run one at a time, beside none but those that have got a token
+where they run.
 
 Ray places, restarts and adds replicas; whatever is known of them here comes from fleet.py.
 """
@@ -25,6 +26,7 @@ from cuengine.engine_view import EngineView
 from cuengine.errors import EngineDiedError, EngineStoppedError, RequestError
 from cuengine.flights import Flight
 from cuengine.front_desk import FrontDesk
+from cuengine.ray_backend.attendance import LOOKS, Silence
 from cuengine.ray_backend.fleet import Fleet, FleetGoneError, ReplicaStream
 from cuengine.ray_backend.messages import HEARTBEAT, Taken, Told, Unfinished
 from cuengine.stats import EngineStats, combined
@@ -33,14 +35,13 @@ from cuengine.wire import Admitted, FrameReader, Ready, WireError, frame
 
 logger = logging.getLogger("cuengine")
 
-LOOKS = 4
-"""Looks at a stream, HEARTBEAT seconds apart, that find it silent before it is given up: it is so
-after 3.2 to 4 seconds. They are counted: where this process did not run, no replica is to blame.
-"""
-
 PAUSE = 0.2
 """Seconds before a request that no replica has taken is offered again."""
 
+_THE_FLEET = ""
+"""Among the names of those who have been asked."""
+
+_SILENT = f"{LOOKS * HEARTBEAT:g} s"
 _SECONDS_AVOIDED = 10.0
 _SECONDS_TO_ANSWER = 5.0
 
@@ -51,7 +52,7 @@ class _Run:
 
     key      names it in the replica that runs it
     replica  which has taken it
-    silent   looks since something was heard
+    looks    at it, since it was sent
     proven   it has got a token there
     """
 
@@ -61,8 +62,13 @@ class _Run:
     stream: ReplicaStream
     task: asyncio.Task[None] | None = None
     replica: str | None = None
-    silent: int = 0
+    looks: int = 0
     proven: bool = False
+
+    @property
+    def likely_replica(self) -> str | None:
+        """Which has taken it or is about to, if that is known."""
+        return self.replica or self.stream.likely_replica
 
 
 class RayEngine(FrontDesk):
@@ -72,24 +78,28 @@ class RayEngine(FrontDesk):
         super().__init__(config, text, ready)
         self.num_restarts = 0
         self._fleet = fleet
-        name = uuid.uuid4().hex[:8]  # replicas have the requests of other servers, too
-        self._keys = (f"{name}-{i}" for i in itertools.count())
+        self._name = uuid.uuid4().hex[:8]  # replicas have the requests of other servers, too
+        self._keys = (f"{self._name}-{i}" for i in itertools.count())
         self._runs: dict[str, _Run] = {}
+        self._silence = Silence()
+        self._asking: set[str] = set()
         self._avoided: dict[str, float] = {}
         self._stats: dict[str, EngineStats] = {}
         self._gone = EngineStats()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._started = self._stopped = False
+        self._started = self._stopped = self._fleet_gone = False
 
     @property
     def failed(self) -> bool:
-        """Never: Ray starts replicas for as long as the deployment is there."""
-        return False
+        """Not while the deployment is there: Ray starts replicas for as long."""
+        return self._fleet_gone
 
     @property
     def restarting(self) -> bool:
-        """There is no replica now; requests wait for one."""
-        return self._started and not self._stopped and not self._fleet.replicas()
+        """There is no replica now that can be heard; requests wait for one."""
+        if not self._started or self._stopped or self._fleet_gone:
+            return False
+        return all(name in self._silence for name in self._fleet.replicas())
 
     async def start(self) -> None:
         if not self._started:
@@ -103,6 +113,10 @@ class RayEngine(FrontDesk):
     def replicas(self) -> Mapping[str, EngineStats]:
         """The figures of each, as last heard."""
         return self._stats
+
+    def replica_counts(self) -> tuple[int, int]:
+        """Replicas that take requests now, and how many there are to be."""
+        return len(self._fleet.replicas()), self._fleet.wanted
 
     async def view(self, replica: str | None = None) -> EngineView:
         """What is to be seen of one replica, by default the first.
@@ -135,6 +149,8 @@ class RayEngine(FrontDesk):
         await self._fleet.stop()
 
     def _why_stopped(self) -> str:
+        if self.failed:
+            return "The deployment is gone from Ray, or all its replicas fail. Start a new server."
         if self.restarting:
             return "There is no replica now; Ray is starting one."
         return "The engine is shutting down and takes no more requests."
@@ -152,7 +168,7 @@ class RayEngine(FrontDesk):
             self._submit(flight)
 
     def _submit(self, flight: Flight) -> None:
-        if flight.key is not None or flight.over or self._stopped:
+        if flight.key is not None or flight.over or self._stopped or self._fleet_gone:
             return
         command = flight.add(next(self._keys))
         try:
@@ -163,9 +179,10 @@ class RayEngine(FrontDesk):
         now = asyncio.get_running_loop().time()
         self._avoided = {name: until for name, until in self._avoided.items() if until > now}
         try:
-            stream = self._fleet.submit(command, avoid=self._avoided.keys())
-        except FleetGoneError as error:
-            self._fail(flight, EngineStoppedError(str(error)))
+            avoid = self._avoided.keys() | set(self._silence.names())
+            stream = self._fleet.submit(command, avoid=avoid)
+        except FleetGoneError:
+            self._fleet_is_gone()
             return
         run = _Run(command.key, flight, Unfinished(command), stream)
         flight.key = run.key
@@ -216,16 +233,16 @@ class RayEngine(FrontDesk):
         try:
             while True:
                 data = await anext(run.stream)
-                run.silent = 0
                 for told in reader.feed(data):
                     self._on_told(run, told)
+                self._heard(run.replica)
                 if run.key not in self._runs and run.unfinished:
                     return  # it has come to its end here, and not there
         except StopAsyncIteration:
             ended = True
-        except FleetGoneError as error:
+        except FleetGoneError:
             ended = True
-            self._fail(run.flight, EngineStoppedError(str(error)))
+            self._fleet_is_gone()
         except asyncio.CancelledError as error:
             # Ray raises it as well, where a replica is shut down.
             task = asyncio.current_task()
@@ -263,11 +280,11 @@ class RayEngine(FrontDesk):
 
     def _broken(self, run: _Run, why: str) -> None:
         """The stream of a request that is not over has ended."""
-        name = run.replica or run.stream.likely_replica
+        name = run.likely_replica
         if name is not None:
             self._avoided[name] = asyncio.get_running_loop().time() + _SECONDS_AVOIDED
         if run.replica is None:
-            logger.warning("No replica took request %s: %s", run.flight.request_id, why)
+            logger.info("No replica took request %s: %s", run.flight.request_id, why)
             self._withdraw(run.flight)
             self._spawn(self._submit_later(run.flight))
             return
@@ -316,20 +333,62 @@ class RayEngine(FrontDesk):
         replicas = set(self._fleet.replicas())
         for name in self._stats.keys() - replicas:
             self._gone = self._stats.pop(name).following(self._gone)
-        for name in replicas:
+        if replicas:
+            self._fleet_gone = False
+        elif _THE_FLEET not in self._asking:
+            self._asking.add(_THE_FLEET)
+            self._spawn(self._ask_fleet())
+        for name in replicas - self._asking:
+            self._asking.add(name)
             self._spawn(self._ask(name))
-        for run in list(self._runs.values()):
-            if run.replica is not None or replicas:
-                run.silent += 1
-            if run.silent > LOOKS and run.key in self._runs:
-                self._broken(run, f"nothing was heard of it for {LOOKS * HEARTBEAT:g} s")
+        runs = self._runs.values()
+        busy = {one for run in runs if (one := run.likely_replica) is not None}
+        for name in self._silence.look(replicas | busy):
+            logger.warning("Nothing was heard of replica %s for %s", name, _SILENT)
+        for run in list(runs):
+            run.looks += 1
+            is_late = run.looks > LOOKS and run.likely_replica in self._silence
+            if is_late and run.key in self._runs:
+                self._broken(run, f"nothing was heard of it for {_SILENT}")
+
+    def _heard(self, name: str | None) -> None:
+        if name is not None and self._silence.heard(name):
+            logger.warning("Replica %s is heard again", name)
 
     async def _ask(self, name: str) -> None:
-        with suppress(Exception):  # its streams show whether it lives
+        """It hears of this server by that, too."""
+        try:
             async with asyncio.timeout(_SECONDS_TO_ANSWER):
-                stats = await self._fleet.stats(name)
+                stats = await self._fleet.stats(name, self._name)
+        except Exception as error:
+            logger.debug("Replica %s does not answer: %s", name, _line(error))
+        else:
             if name in self._fleet.replicas():
                 self._stats[name] = stats
+                self._heard(name)
+        finally:
+            self._asking.discard(name)
+
+    async def _ask_fleet(self) -> None:
+        try:
+            gone = await self._fleet.is_gone()
+        except Exception as error:
+            logger.debug("Nobody knows whether there will be replicas: %s", _line(error))
+        else:
+            if gone and not self._fleet.replicas():
+                self._fleet_is_gone()
+        finally:
+            self._asking.discard(_THE_FLEET)
+
+    def _fleet_is_gone(self) -> None:
+        """Somebody has deleted the deployment, or Ray has given it up: nothing will run."""
+        if self._fleet_gone:
+            return
+        self._fleet_gone = True  # so that none is submitted while they are ended
+        logger.error("%s", self._why_stopped())
+        for flight in list(self._flights.values()):
+            self._withdraw(flight)
+            self._fail(flight, EngineStoppedError(self._why_stopped()))
 
 
 def _line(error: BaseException) -> str:

@@ -39,6 +39,11 @@ class Fleet(Protocol):
         """Those that take requests now."""
         ...
 
+    @property
+    def wanted(self) -> int:
+        """Replicas that there are to be; those that are not there yet are being started."""
+        ...
+
     def submit(self, command: Add | AddBeams, *, avoid: Collection[str]) -> ReplicaStream:
         """Have one of them run a request; one of `avoid` only if there are no others.
 
@@ -50,7 +55,13 @@ class Fleet(Protocol):
         """End one sample of a request."""
         ...
 
-    async def stats(self, replica: str) -> EngineStats: ...
+    async def stats(self, replica: str, server: str) -> EngineStats:
+        """Of a replica, for a server that calls itself so in the keys of its requests."""
+        ...
+
+    async def is_gone(self) -> bool:
+        """There will be no replicas any more, unless somebody deploys them again."""
+        ...
 
     async def view(self, replica: str) -> EngineView: ...
 

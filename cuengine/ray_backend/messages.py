@@ -1,7 +1,8 @@
 """What a replica says in the stream of one request, beside what wire.py has.
 
 The stream's items are frames as wire.py makes them, none or several together. An item with none is
-a sign of life: a replica sends one every HEARTBEAT seconds at least.
+a sign of life. A replica that has nothing to say to a server sends one, in the stream of any of its
+requests, within twice HEARTBEAT seconds.
 """
 
 from __future__ import annotations
@@ -22,6 +23,11 @@ class Taken(Message, tag="taken"):
 
 
 Told = Taken | Admitted | News
+
+
+def server_of(key: str) -> str:
+    """Which server a request is from: keys are made in client.py."""
+    return key.partition("-")[0]
 
 
 class Unfinished:

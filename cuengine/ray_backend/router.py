@@ -17,6 +17,7 @@ from cuengine.ray_backend.prefix_routing import PrefixRouting, block_hashes
 from cuengine.ray_backend.routing_here import routing_of
 
 _SECONDS_TO_SEND = 60.0
+_ROUTING_TASKS = 256
 
 
 @dataclass(slots=True)
@@ -33,8 +34,9 @@ class _Request:
 
     def counts(self) -> bool:
         """Not if it was given up before it was sent, which nobody says."""
-        waits = not self.future.cancelled() and time.monotonic() - self.picked < _SECONDS_TO_SEND
-        return self.sent or waits
+        if self.sent:
+            return True
+        return not self.future.cancelled() and time.monotonic() - self.picked < _SECONDS_TO_SEND
 
 
 class PrefixRouter(RequestRouter):
@@ -42,6 +44,11 @@ class PrefixRouter(RequestRouter):
 
     queue_len_response_deadline_s = 1.0
     """Seconds to wait for a replica that was not heard of for a while, before another is taken."""
+
+    @property
+    def max_num_routing_tasks(self) -> int:
+        """Ray has two for each replica, which calls to a hung one would occupy for ever."""
+        return _ROUTING_TASKS
 
     def initialize_state(self, *, block_size: int, margin: float) -> None:
         self._block_size = block_size
@@ -61,7 +68,12 @@ class PrefixRouter(RequestRouter):
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         named = pending_request.kwargs.get("replica")
         if named is not None:
-            return [[by_name[named]]] if named in by_name else []
+            if named in by_name:
+                return [[by_name[named]]]
+            # Ray would ask again and again. What is done it leaves alone, whoever is picked.
+            if not pending_request.future.done():
+                pending_request.future.set_exception(LookupError(f"no replica {named}"))
+            return [candidate_replicas]
         command = pending_request.args[0]
         hashes = self._hashes(pending_request)
         loads = self._loads(by_name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cuengine.errors import ConfigError
+from cuengine.ray_backend.address import check_form
 
 PREFIX_MARGIN = 8.0
 MAX_REPLICAS = 1024
@@ -16,7 +17,8 @@ MAX_MARGIN = 1_000_000
 class RaySettings:
     """replicas       engines that run, or the least if Ray may add some
     max_replicas   the most; None: as many as `replicas`
-    address        of a Ray cluster, as ray.init has it; None: $RAY_ADDRESS, else one started here
+    address        HOST:PORT of a Ray cluster, auto for the one that this machine belongs to, local
+                   for one that is started here; None: $RAY_ADDRESS, else local
     cpus           what Ray reserves for a replica; on cpu also the threads it computes with
     app            name of the Ray Serve application, which then stays when the server ends, and is
                    updated by the next one; None: one of this server's own
@@ -48,6 +50,8 @@ class RaySettings:
                 f"max_data_parallel_size={self.max_replicas} is not a number of engines from "
                 f"data_parallel_size={self.replicas} to {MAX_REPLICAS}"
             )
+        if self.address is not None:
+            check_form(self.address)
         if not 0 <= self.cpus <= MAX_CPUS:
             raise ConfigError(
                 f"ray_replica_cpus={self.cpus} is not a number of CPUs from 0 to {MAX_CPUS}"

@@ -120,6 +120,7 @@ class FakeEngine:
     generation_defaults: FakeDefaults = field(default_factory=FakeDefaults)
     figures: EngineStats = field(default_factory=EngineStats)
     figures_of: dict[str, EngineStats] | None = None
+    counts: tuple[int, int] | None = None
     seen: EngineView | None = None
     views: int = 0
     viewed: str | None = None
@@ -141,6 +142,9 @@ class FakeEngine:
 
     def replicas(self) -> dict[str, EngineStats] | None:
         return self.figures_of
+
+    def replica_counts(self) -> tuple[int, int] | None:
+        return self.counts
 
     async def view(self, replica: str | None = None) -> EngineView:
         self.views += 1

@@ -133,6 +133,14 @@ async def test_figures_of_several_engines_have_the_replicas_name(serve: Serve) -
     assert "cuengine_requests_running" not in samples
 
 
+async def test_engines_that_are_there_and_that_are_to_be_are_counted_where_there_are_several(
+    serve: Serve,
+) -> None:
+    samples = await _samples(await serve(FakeEngine(figures_of={}, counts=(2, 3))))
+    assert (samples["cuengine_replicas"], samples["cuengine_replicas_wanted"]) == (2, 3)
+    assert not [name for name in await _samples(await serve()) if "cuengine_replicas" in name]
+
+
 async def test_one_engine_and_several_export_the_same_names(serve: Serve) -> None:
     alone = await _samples(await serve(FakeEngine()))
     several = await _samples(await serve(FakeEngine(figures_of={"a": EngineStats()})))

@@ -6,6 +6,7 @@ What does not need Ray is tested in tests/unit/test_ray_engine.py and test_prefi
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import time
@@ -20,12 +21,14 @@ import pytest_asyncio
 from engine_control import Control, patiently, until
 
 from cuengine.config import EngineConfig
-from cuengine.errors import ConfigError
+from cuengine.errors import ConfigError, EngineDiedError, EngineStoppedError
+from cuengine.ray_backend import environment
 from cuengine.ray_backend.client import RayEngine
 from cuengine.ray_backend.settings import RaySettings
 from cuengine.sampling_params import SamplingParams
 from cuengine.text_side import load_text_side
 
+environment.prepare(starts_ray=False)
 ray = pytest.importorskip("ray", reason="needs the package ray, of the extra `ray`")
 
 from controlled_replica import ControlledReplica  # noqa: E402
@@ -51,12 +54,12 @@ class Machines:
     engine: RayEngine
     config: EngineConfig
 
-    def kill_replica(self, node: Any) -> None:
-        """The process of the replica on a node."""
+    def signal_replica(self, node: Any, number: signal.Signals) -> None:
+        """To the process of the replica on a node."""
         raylet = node.all_processes["raylet"][0].process.pid
         replicas = [pid for pid in children(raylet) if name_of(pid).startswith("ray::ServeReplica")]
         assert len(replicas) == 1
-        os.kill(replicas[0], signal.SIGKILL)
+        os.kill(replicas[0], number)
 
 
 def children(parent: int) -> list[int]:
@@ -275,12 +278,149 @@ async def test_a_view_is_of_the_replica_that_is_named(machines: Machines, contro
     await patiently(task)
 
 
+async def test_calls_to_a_replica_that_is_gone_fail_and_keep_none_from_being_routed(
+    machines: Machines,
+):
+    for _ in range(20):
+        with pytest.raises(LookupError, match="no replica gone"):
+            await patiently(machines.fleet.finish("gone", "key", 0))
+    wanted = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    answer = await patiently(Listener(machines.engine, "after", [1, 2, 3], wanted).listen())
+    assert len(answer.tokens) == 4
+
+
+async def test_a_replica_that_stops_and_goes_on_costs_no_stream_and_is_used_again(
+    machines: Machines, control: Control
+):
+    engine = machines.engine
+    await settled(engine)
+    expected = [one.tokens for one in await listen_to(forty(engine, "moving"))]
+    await settled(engine)
+    lost = engine.num_restarts
+    control.close()
+    listeners = forty(engine, "stopped")
+    answers = asyncio.ensure_future(listen_to(listeners))
+    await until(lambda: len(engine._runs) == 40 and None not in where(engine))
+    head = machines.cluster.head_node
+    machines.signal_replica(head, signal.SIGSTOP)
+    try:
+        await until(lambda: engine.num_restarts == lost + 1)
+        await until(lambda: len(where(engine)) == 1 and None not in where(engine))
+        assert not engine.restarting
+        control.open()
+        assert [one.tokens for one in await answers] == expected
+    finally:
+        machines.signal_replica(head, signal.SIGCONT)
+    await until(lambda: not engine._silence.names())
+    await settled(engine)
+    assert engine.num_restarts == lost + 1
+
+
+async def test_a_replica_is_added_for_many_requests_and_removed_without_breaking_any(
+    machines: Machines, control: Control, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(deployment, "_SECONDS_TO_ADD", 1.0)
+    monkeypatch.setattr(deployment, "_SECONDS_TO_REMOVE", 1.0)
+    config = dataclasses.replace(machines.config, max_num_seqs=2)
+    settings = RaySettings(replicas=1, max_replicas=2, cpus=0.1, app="grows", drain_timeout=60)
+    fleet = ServeFleet(config, settings, step_timeout=0)
+    ready = await asyncio.to_thread(fleet.deploy)
+    text = load_text_side(config, lambda _config: None)
+    engine = RayEngine(config, text, ready, fleet)
+    await engine.start()
+    try:
+        wanted = SamplingParams(temperature=1, seed=1, max_tokens=20, ignore_eos=True)
+
+        def listener(name: str) -> Listener:
+            return Listener(engine, name, [5, 6, 7], wanted)
+
+        expected = (await patiently(listener("first").listen())).tokens
+        control.close()
+        start = time.monotonic()
+        many = asyncio.ensure_future(listen_to([listener(f"many{i}") for i in range(20)]))
+        await until(lambda: len(fleet.replicas()) == 2)
+        added = time.monotonic() - start
+        control.open()
+        assert all(one.tokens == expected for one in await many)
+        start = time.monotonic()
+        answered = 0
+        while len(fleet.replicas()) == 2:
+            assert (await patiently(listener(f"one{answered}").listen())).tokens == expected
+            answered += 1
+        assert engine.num_restarts == 0
+        print(
+            f"\nWith 20 requests a replica was added after {added:.0f} s, with one at a time "
+            f"({answered} answered) removed after {time.monotonic() - start:.0f} s"
+        )
+    finally:
+        await engine.stop()
+        await asyncio.to_thread(deployment.serve.delete, "grows")
+
+
+async def test_an_application_whose_server_is_gone_is_deleted(machines: Machines, control: Control):
+    control.set("impatient")
+    fleet = ServeFleet(machines.config, RaySettings(cpus=0.1, drain_timeout=0), step_timeout=0)
+    fleet.application = "orphan"  # one of this process has that name already
+    await asyncio.to_thread(fleet.deploy)
+    [name] = fleet.replicas()
+    await patiently(fleet.stats(name, "server"))  # the last thing that is heard of it
+    while "orphan" in (await asyncio.to_thread(deployment.serve.status)).applications:
+        await asyncio.sleep(0.5)
+
+
+async def test_requests_end_with_an_error_where_somebody_deletes_the_application(
+    machines: Machines, control: Control
+):
+    settings = RaySettings(cpus=0.1, app="deleted", drain_timeout=0)
+    fleet = ServeFleet(machines.config, settings, step_timeout=0)
+    ready = await asyncio.to_thread(fleet.deploy)
+    text = load_text_side(machines.config, lambda _config: None)
+    engine = RayEngine(machines.config, text, ready, fleet)
+    await engine.start()
+    control.close()
+    task = asyncio.create_task(Listener(engine, "runs", [5] * 20, SamplingParams()).listen())
+    await until(lambda: len(engine._runs) == 1 and None not in where(engine))
+    assert not engine.failed
+    await asyncio.to_thread(deployment.serve.delete, "deleted")
+    with pytest.raises(EngineStoppedError, match="is gone"):
+        await patiently(task)
+    assert engine.failed
+    with pytest.raises(EngineStoppedError, match="is gone"):
+        await Listener(engine, "new", [5] * 20, SamplingParams()).listen()
+    await engine.stop()
+
+
 async def test_an_engine_that_cannot_be_loaded_is_a_clear_error(machines: Machines):
     bad = EngineConfig(model=machines.config.model, device="cpu", max_model_len=640, num_blocks=2)
     fleet = ServeFleet(bad, RaySettings(cpus=0.1, app="bad"), step_timeout=0)
     with pytest.raises(ConfigError, match="max_model_len=640 needs 40 KV blocks"):
         await asyncio.to_thread(fleet.deploy)
     await asyncio.to_thread(deployment.serve.delete, "bad")
+
+
+async def test_a_request_that_kills_its_replicas_is_refused_and_the_others_are_answered(
+    machines: Machines, control: Control
+):
+    engine = machines.engine
+    await settled(engine)
+    wanted = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+    def good(name: str) -> list[Listener]:
+        return [Listener(engine, f"{name}{i}", [20 + i, 9], wanted) for i in range(6)]
+
+    expected = [one.tokens for one in await listen_to(good("before"))]
+    used = {token for tokens in expected for token in tokens}
+    poison = next(token for token in range(100, 200) if token not in used)
+    control.poison(poison)
+    lost = engine.num_restarts
+    killer = asyncio.create_task(Listener(engine, "killer", [poison], SamplingParams()).listen())
+    answers = asyncio.create_task(listen_to(good("beside")))
+    with pytest.raises(EngineDiedError):
+        await patiently(killer)
+    assert [one.tokens for one in await answers] == expected
+    assert engine.num_restarts == lost + 4
+    control.unset("poison")
+    await until(lambda: len(machines.fleet.replicas()) == 2)
 
 
 async def test_a_rolling_update_under_load_fails_no_request(machines: Machines):
@@ -320,7 +460,7 @@ async def test_forty_streams_outlive_a_replica_and_then_a_node(
     await until(lambda: all(len(one.tokens) >= 3 for one in listeners))
     before = where(engine)
     assert len(before) == 2
-    machines.kill_replica(machines.cluster.head_node)
+    machines.signal_replica(machines.cluster.head_node, signal.SIGKILL)
     start = time.monotonic()
     await until(lambda: engine.num_restarts == lost + 1 and len(engine._runs) == 40)
     noticed = time.monotonic() - start

@@ -161,6 +161,16 @@ def test_a_flag_beats_the_model_s_own_defaults_and_those_beat_ours() -> None:
         ),
         ("compile --device cpu --out /dev/null", "--out /dev/null: cannot be made a folder"),
         ("serve --ray-address auto", "--ray-address auto needs --data-parallel-backend ray"),
+        ("serve --ray-replica-cpus 1", "--ray-replica-cpus 1 needs --data-parallel-backend ray"),
+        ("serve --ray-prefix-margin 8", "--ray-prefix-margin 8 needs --data-parallel-backend ray"),
+        (
+            "serve --data-parallel-backend ray --ray-address ray://h:10001",
+            "--ray-address ray://h:10001 is for Ray's client, which cannot serve. Give HOST:6379",
+        ),
+        (
+            "serve --data-parallel-backend ray --ray-address=10.0.0.1",
+            "--ray-address 10.0.0.1 is neither auto nor HOST:PORT",
+        ),
         ("serve --data-parallel-backend mp", "invalid choice: 'mp'"),
         (
             "serve --data-parallel-backend ray --data-parallel-size 0",

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 from collections import deque
 from collections.abc import AsyncGenerator, Collection
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,9 +26,10 @@ from cuengine.engine import Engine
 from cuengine.engine_process import Loop
 from cuengine.engine_view import EngineView
 from cuengine.errors import EngineStoppedError, RequestError
-from cuengine.ray_backend import client
+from cuengine.ray_backend import answers, client
 from cuengine.ray_backend.answers import Answers
-from cuengine.ray_backend.client import LOOKS, RayEngine
+from cuengine.ray_backend.attendance import LOOKS
+from cuengine.ray_backend.client import RayEngine
 from cuengine.ray_backend.fleet import FleetGoneError
 from cuengine.sampling_params import SamplingParams
 from cuengine.stats import EngineStats
@@ -42,11 +44,16 @@ class Gone(Exception):
 
 
 class FakeReplica:
-    """An engine and its answers; commands reach it at once, its reports when it is told to."""
+    """An engine and its answers; commands reach it at once, its reports when it is told to.
+
+    awake  it does something; else its process is stopped
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.dead = False
+        self.awake = asyncio.Event()
+        self.awake.set()
         self.engine: Engine
         self.engine, model = make_engine(
             overlaps=False, max_num_seqs=3, budget=8, num_blocks=NUM_BLOCKS
@@ -75,6 +82,8 @@ class FakeReplica:
 
     def turn(self) -> bool:
         """False: it died."""
+        if not self.awake.is_set():
+            return True
         if self.orders or self.engine.has_unfinished():
             try:
                 self.loop.turn()
@@ -83,7 +92,7 @@ class FakeReplica:
         return True
 
     def report(self, count: int) -> None:
-        for _ in range(min(count, len(self.reports))):
+        for _ in range(min(count, len(self.reports)) if self.awake.is_set() else 0):
             self.answers.on_report(cast(Report, self.reports.popleft()))
 
 
@@ -93,8 +102,18 @@ class FakeStream:
         self.broken = asyncio.Event()
         self._answer: AsyncGenerator[bytes, None] | None = None
         if replica is not None:
-            self._answer = replica.answers.stream(command)
+            self._answer = self._stream(replica, command)
         self._next: asyncio.Task[bytes] | None = None
+
+    async def _stream(
+        self, replica: FakeReplica, command: Add | AddBeams
+    ) -> AsyncGenerator[bytes, None]:
+        """What is said while the process is stopped is not sent before it goes on."""
+        await replica.awake.wait()
+        async with aclosing(replica.answers.stream(command)) as stream:
+            async for item in stream:
+                await replica.awake.wait()
+                yield item
 
     @property
     def likely_replica(self) -> str | None:
@@ -141,13 +160,19 @@ class FakeFleet:
         self.live: dict[str, FakeReplica] = {}
         self.streams: list[FakeStream] = []
         self.avoided: list[list[str]] = []
+        self.asked: list[tuple[str, str]] = []
         self.deaths = 0
+        self.wanted = 2
         self.gone = self.stopped = False
 
     def add(self) -> FakeReplica:
         replica = FakeReplica(next(self._names))
         self.live[replica.name] = replica
         return replica
+
+    def wake(self) -> None:
+        for replica in self.live.values():
+            replica.awake.set()
 
     def die(self, name: str) -> None:
         replica = self.live.pop(name)
@@ -175,8 +200,14 @@ class FakeFleet:
     async def finish(self, replica: str, key: str, index: int) -> None:
         self.live[replica].answers.finish(key, index)
 
-    async def stats(self, replica: str) -> EngineStats:
-        return self.live[replica].answers.stats
+    async def stats(self, replica: str, server: str) -> EngineStats:
+        one = self.live[replica]
+        await one.awake.wait()
+        self.asked.append((server, replica))
+        return one.answers.stats
+
+    async def is_gone(self) -> bool:
+        return self.gone
 
     async def view(self, replica: str) -> EngineView:
         return await self.live[replica].answers.view()
@@ -196,6 +227,7 @@ def make(fleet: FakeFleet) -> RayEngine:
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "PAUSE", 0)
+    monkeypatch.setattr(answers, "ITEMS_A_SECOND", 1e9)
 
 
 async def others() -> None:
@@ -227,8 +259,8 @@ async def to_the_end(engine: RayEngine, fleet: FakeFleet, readers: list[Reader])
 OPS = st.one_of(
     st.tuples(st.just("submit"), jobs()),
     st.tuples(st.sampled_from(["leave", "abort"]), st.integers(0, 8)),
-    st.tuples(st.sampled_from(["turn", "turn", "report", "die", "silent"]), st.integers(0, 3)),
-    st.tuples(st.sampled_from(["add", "all", "all"]), st.none()),
+    st.tuples(st.sampled_from(["turn", "turn", "report", "die", "sleep"]), st.integers(0, 3)),
+    st.tuples(st.sampled_from(["add", "all", "all", "look", "looks", "wake"]), st.none()),
 )
 
 
@@ -253,10 +285,12 @@ async def play(engine: RayEngine, fleet: FakeFleet, ops: list[tuple[str, Any]]) 
                 replica.report(1)
             case "die" if replica is not None:
                 fleet.die(replica.name)
-            case "silent" if replica is not None:
-                for run in list(engine._runs.values()):
-                    if run.replica == replica.name and run.key in engine._runs:
-                        engine._broken(run, "a test says so")
+            case "sleep" if replica is not None:
+                replica.awake.clear()
+            case "wake":
+                fleet.wake()
+            case "look" | "looks":
+                await look(engine, 1 if name == "look" else LOOKS + 1)
             case "add" if len(fleet.live) < 4:
                 fleet.add()
             case "all":
@@ -277,11 +311,12 @@ def test_every_stream_gets_what_it_would_have_got_from_replicas_that_live(
         fleet.add()
         engine = make(fleet)
         readers = await play(engine, fleet, ops)
+        fleet.wake()
         await to_the_end(engine, fleet, readers)
         return engine, fleet, readers
 
     engine, fleet, readers = asyncio.run(run())
-    disturbed = any(name in ("die", "silent") for name, _ in ops)
+    disturbed = any(name in ("die", "sleep") for name, _ in ops)
     for reader in readers:
         reader.check()
         if reader.job.kills:
@@ -332,7 +367,13 @@ async def test_beside_several_that_kill_a_good_request_is_not_taken_for_one_of_t
     good.check()
 
 
-async def test_a_stream_without_a_sign_of_life_is_given_up_and_its_replica_avoided():
+async def look(engine: RayEngine, times: int) -> None:
+    for _ in range(times):
+        engine._look()
+        await others()
+
+
+async def test_a_silent_replica_is_avoided_and_what_it_runs_goes_on_elsewhere():
     fleet = FakeFleet([0])
     silent, other = fleet.add(), fleet.add()
     engine = make(fleet)
@@ -340,18 +381,70 @@ async def test_a_stream_without_a_sign_of_life_is_given_up_and_its_replica_avoid
     reader = Reader(engine, "r", job)
     await others()
     assert len(silent.answers) == 1
-    for _ in range(LOOKS):
-        engine._look()
-        await others()
+    await look(engine, 3 * LOOKS)  # the stream has nothing to say, but the replica answers
     assert len(silent.answers) == 1
-    engine._look()
+    silent.awake.clear()
+    late = Reader(engine, "late", job)
     await others()
-    assert len(silent.answers) == 0  # the one that hears of it frees what it has
-    assert len(other.answers) == 1
-    assert fleet.avoided == [[], [silent.name]]
+    await look(engine, LOOKS)
+    assert fleet.avoided == [[], []]
+    assert len(other.answers) == 0
+    await look(engine, 1)
+    assert len(other.answers) == 2  # the one that it had taken, and the one that it had not
+    assert fleet.avoided == [[], [], [silent.name], [silent.name]]
+    assert engine.num_restarts == 1
+    assert not engine.restarting
+    await look(engine, 1)
+    assert engine.num_restarts == 1
+    silent.awake.set()
+    await to_the_end(engine, fleet, [reader, late])
+    reader.check()
+    late.check()
+    assert not len(silent.answers)  # it has heard that it is to forget them
+
+
+async def test_a_silent_replica_is_avoided_for_as_long_as_it_is(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(client, "_SECONDS_AVOIDED", 0)
+    fleet = FakeFleet([0])
+    silent, other = fleet.add(), fleet.add()
+    engine = make(fleet)
+    await look(engine, 1)
+    silent.awake.clear()
+    await look(engine, 2 * LOOKS)
+    job = Job([1, 2], SamplingParams(seed=1, max_tokens=3))
+    readers = [Reader(engine, f"r{i}", job) for i in range(3)]
+    await others()
+    assert len(other.answers) == 3
+    assert sum(replica == silent.name for _, replica in fleet.asked) == 1  # one call waits there
+    silent.awake.set()
+    await look(engine, 1)
+    readers.append(Reader(engine, "r3", job))
+    await others()
+    assert fleet.avoided == [[silent.name]] * 3 + [[]]
+    await to_the_end(engine, fleet, readers)
+
+
+async def test_where_all_replicas_are_silent_requests_wait_for_one_that_is_heard():
+    fleet = FakeFleet([0])
+    replicas = [fleet.add(), fleet.add()]
+    engine = make(fleet)
+    await look(engine, 1)
+    for replica in replicas:
+        replica.awake.clear()
+    job = Job([1, 2], SamplingParams(seed=1, max_tokens=9, ignore_eos=True))
+    reader = Reader(engine, "r", job)
+    await others()
+    assert not engine.restarting
+    await look(engine, 5 * LOOKS)
+    assert engine.restarting
+    assert not engine.failed
+    assert not reader.task.done()
+    assert engine.num_restarts == 0  # nobody had taken it
+    replicas[1].awake.set()
+    await look(engine, 2 * LOOKS)
+    assert not engine.restarting
     await to_the_end(engine, fleet, [reader])
     reader.check()
-    assert engine.num_restarts == 1
 
 
 async def test_requests_wait_while_there_is_no_replica():
@@ -391,7 +484,7 @@ async def test_totals_include_those_of_replicas_that_are_gone_and_figures_are_by
     assert stats.num_blocks == NUM_BLOCKS
 
 
-async def test_a_request_that_the_engine_refuses_and_one_without_a_deployment_end_with_errors():
+async def test_a_request_that_the_engine_refuses_ends_with_its_error():
     fleet = FakeFleet([0])
     fleet.add()
     engine = make(fleet)
@@ -406,9 +499,43 @@ async def test_a_request_that_the_engine_refuses_and_one_without_a_deployment_en
         await go_on(fleet)
     with pytest.raises(RequestError, match="context"):
         await task
+
+
+async def test_where_the_deployment_is_gone_all_requests_end_and_the_engine_has_failed():
+    fleet = FakeFleet([0])
+    fleet.add()
+    engine = make(fleet)
+
+    async def answer(name: str) -> None:
+        async for _ in engine.generate([1], SamplingParams(max_tokens=2), request_id=name):
+            pass
+
+    runs = asyncio.create_task(answer("runs"))
+    await others()
+    fleet.die(*fleet.live)
+    await others()
+    assert engine.restarting
+    assert not engine.failed
+    fleet.gone = True
+    await look(engine, 1)
+    assert engine.failed
+    assert not engine.restarting
+    for task in (runs, asyncio.create_task(answer("new"))):
+        with pytest.raises(EngineStoppedError, match="is gone"):
+            await task
+    assert not engine._runs
+    fleet.gone = False  # somebody has deployed it again
+    fleet.add()
+    await look(engine, 1)
+    assert not engine.failed
+    task = asyncio.create_task(answer("later"))
+    for _ in range(4):
+        await go_on(fleet)
+    await task
     fleet.gone = True
     with pytest.raises(EngineStoppedError, match="is gone"):
-        await answer([1])
+        await answer("too late")
+    assert engine.failed
 
 
 class _NoLimits:

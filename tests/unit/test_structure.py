@@ -272,8 +272,9 @@ def test_importing_the_core_loads_no_model_server_or_compiler():
     assert "cuengine.scheduler" in loaded
 
 
-def test_ray_is_imported_by_three_modules_that_nobody_imports_before_it_is_asked_for():
-    with_ray = {f"cuengine.ray_backend.{name}" for name in ("deployment", "replica", "router")}
+def test_ray_is_imported_by_four_modules_that_nobody_imports_before_it_is_asked_for():
+    names = ("connection", "deployment", "replica", "router")
+    with_ray = {f"cuengine.ray_backend.{name}" for name in names}
     assert not offences([name for name in modules() if name not in with_ray], "ray")
     loaded = loaded_by(
         "import cuengine.cli.serve, cuengine.cli.arguments, cuengine.api.server\n"
