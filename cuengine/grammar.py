@@ -15,10 +15,10 @@ import json
 import random
 import re
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
-from decimal import Decimal
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
@@ -27,7 +27,8 @@ import numpy as np
 from cuengine.batch import UInt32
 from cuengine.beside import Beside
 from cuengine.errors import RequestError
-from cuengine.grammar_errors import NOTHING, in_own_words, without_lark
+from cuengine.grammar_errors import NOTHING, TOO_SLOW, in_own_words, without_lark
+from cuengine.grammar_schema import countable, parts, problem_in, schemas
 from cuengine.structured_outputs import StructuredOutputsParams, bad_field
 
 if TYPE_CHECKING:
@@ -36,24 +37,37 @@ if TYPE_CHECKING:
 
 CACHED_GRAMMARS = 256
 _MARK = "\x02"
+_FORCED_TEXT = 256
+"""Characters that are tokenized to find the first token of a text."""
 _SYNTAX = re.compile(r"[\\.+*?()|\[\]{}^$#&~-]")
 """What means something in a regular expression."""
 # Between the tokens of JSON. llguidance would take any amount, and small models never stop.
 WHITESPACE = r" |\r?\n[ \t]{0,40}"
+_CLOSING, _ENDING = re.compile(rb"[\]}]"), re.compile(rb'"?\s*[,:]?\s*')
 ALL_TOKENS = np.uint32(0xFFFFFFFF)
 _PARALLEL_ROWS = 4
 """Masks from which on threads are worth their waking."""
 MAX_DEMAND_BYTES = 256 * 1024
-MAX_MULTIPLE = 10_000
-"""Of `multipleOf`, counted in its last decimal. As many states take their square in time."""
 _STACK_BYTES = 512 << 20
 """llguidance goes as deep as the references of a demand. Only what is used takes memory."""
 _MAX_ITEMS = 100_000
 """Of the parser, for one token: twice what llguidance has. Steps wait for them, 5 to 200 ms for
 as many; a schema of 1,000 optional properties needs most of them. Its limit for one byte, 2,000,
 would end choices between more than that, and bounds no more than this one does."""
-_TRIALS, _TRIAL_TOKENS = 2, 8
-"""Beginnings of answers that are tried before a grammar is taken, and their length."""
+_TOKEN_SECONDS, _KIB_SECONDS, _DEBT_TOKENS = 0.003, 0.001, 50
+"""What a token may take of a CPU's time in the long run: as much for any demand, and as much more
+for each of its KiB. An answer may be in debt with what so many tokens may take. Steps wait for it,
+and items do not bound it: where many derivations lead to one item, as in an ambiguous grammar, it
+is looked for that often among all the others. Ordinary schemas take 0.2 ms a token, one of 1,000
+optional properties (40 KiB) 10 ms."""
+_MAX_KIB = 64
+"""Of a demand that count for that."""
+_SLOW = 0.02
+"""Seconds for masks that were computed together, from which on each is watched alone."""
+_TRIALS, _TRIAL_TOKENS, _LONG_TRIAL_TOKENS = 2, 8, 32
+"""Beginnings of answers that are tried before a grammar is taken, and their length; the last for
+demands of more than `_LONG_DEMAND` bytes."""
+_LONG_DEMAND = 4096
 _MAX_BLAMED = 200
 """Schemas to compile in search of the one that is wrong."""
 
@@ -84,14 +98,20 @@ class Matcher:
     """Where one sample is in its grammar. Not thread-safe.
 
     complete  the text is all that the grammar allows, and its last token belongs to it
+    watched   its masks are to be computed with nothing beside them, so that their time is known
     """
 
-    __slots__ = ("_inner", "_vocabulary", "complete")
+    __slots__ = ("_debt", "_inner", "_token_seconds", "_vocabulary", "complete", "watched")
 
-    def __init__(self, inner: llguidance.LLMatcher, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, inner: llguidance.LLMatcher, vocabulary: Vocabulary, token_seconds: float
+    ) -> None:
         self._inner = inner
         self._vocabulary = vocabulary
+        self._token_seconds = token_seconds
+        self._debt = 0.0
         self.complete = False
+        self.watched = False
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -100,20 +120,38 @@ class Matcher:
 
     def fork(self) -> Matcher:
         """Another sample that has the same tokens so far."""
-        return Matcher(self._inner.deep_copy(), self._vocabulary)
+        other = Matcher(self._inner.deep_copy(), self._vocabulary, self._token_seconds)
+        other._debt = self._debt
+        return other
 
     @property
     def problem(self) -> str:
         """Why it can be followed no further; "" where it can."""
+        if self._overdue:
+            return TOO_SLOW
         return in_own_words(self._inner.get_error()) if self._inner.is_error() else ""
 
     def consume(self, token_id: int) -> Literal["stop", "error"] | None:
         """Follow a token that was drawn under the mask; why the sample ends with it, if it does.
 
         "stop": the grammar can go no further. "error": it cannot be followed any more, because a
-        limit of llguidance on time or memory was hit, or because no token of the vocabulary fits;
-        see `problem`.
+        limit on time or memory was hit, or because no token of the vocabulary fits; see `problem`.
         """
+        start = time.thread_time()
+        ending = self._consume(token_id)
+        self._debt = max(0.0, self._debt - self._token_seconds)
+        self._charge(start)
+        return "error" if ending is None and self._overdue else ending
+
+    @property
+    def _overdue(self) -> bool:
+        return self._debt > _DEBT_TOKENS * self._token_seconds
+
+    def _charge(self, start: float) -> None:
+        """For what was computed since then, by this thread."""
+        self._debt += time.thread_time() - start
+
+    def _consume(self, token_id: int) -> Literal["stop", "error"] | None:
         inner = self._inner
         accepting = inner.is_accepting()
         failed = inner.is_error()
@@ -140,14 +178,23 @@ class Matcher:
         ahead      tokens that may come before: behind one that the grammar refuses, and that so
                    cannot be drawn, all are allowed
         """
+        start = time.thread_time()
         taken = 0
         while taken < len(ahead) and self._inner.try_consume_tokens([ahead[taken]]):
             taken += 1
+        self._charge(start)
         if taken == len(ahead):
             self._vocabulary.fill_rows([(self, row, forbidden)])
         else:
             row[:] = ALL_TOKENS
         self.rollback(taken)
+
+    def compute_mask(self, address: int, size: int) -> None:
+        """The mask of the next token, to memory of `size` bytes."""
+        start = time.thread_time()
+        self._inner.unsafe_compute_mask_ptr(address, size)
+        self._charge(start)
+        self.watched = time.thread_time() - start > _SLOW
 
 
 class MaskRow(NamedTuple):
@@ -194,6 +241,8 @@ class Vocabulary:
 
     num_words  32-bit words of a mask
     eos_ids    allowed where the grammar may end
+    closing    a mask of the tokens that close an object or list of JSON
+    ending     a mask of those that end a string, a name or a value
     """
 
     def __init__(
@@ -215,18 +264,25 @@ class Vocabulary:
         source = _TokenSource(tokenizer, tokens, special, ends[0])
         self.tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(source), eos_token=ends)
         self._words_filled = -(-len(tokens) // 32)
+        self.closing = self.bits([i for i in known if _CLOSING.search(tokens[i])])
+        self.ending = self.bits([i for i in known if _ENDING.fullmatch(tokens[i])])
 
     def fill_rows(self, rows: Sequence[_Target]) -> None:
         """All masks at once, on several threads where there are many."""
         masks = np.empty((len(rows), self._words_filled), np.uint32)
         size = masks.shape[1] * 4
         address = masks.ctypes.data
-        if len(rows) < _PARALLEL_ROWS:
-            for i, (matcher, _, _) in enumerate(rows):
-                matcher._inner.unsafe_compute_mask_ptr(address + i * size, size)
-        else:
-            indexed = [(matcher._inner, i) for i, (matcher, _, _) in enumerate(rows)]
-            self._executor.unsafe_compute_mask_ptr(indexed, address, size, len(rows))
+        matchers = [matcher for matcher, _, _ in rows]
+        alone = [i for i, m in enumerate(matchers) if m.watched or len(rows) < _PARALLEL_ROWS]
+        if len(alone) < len(rows):
+            together = [(m._inner, i) for i, m in enumerate(matchers) if not m.watched]
+            start = time.perf_counter()
+            self._executor.unsafe_compute_mask_ptr(together, address, size, len(rows))
+            if time.perf_counter() - start > _SLOW:
+                for _, i in together:
+                    matchers[i].watched = True
+        for i in alone:
+            matchers[i].compute_mask(address + i * size, size)
         for mask, (_, row, forbidden) in zip(masks[:, : self.num_words], rows, strict=True):
             row[:] = mask
             if forbidden:
@@ -274,10 +330,14 @@ class _TokenSource:
             if token_id not in self._special_ids:
                 self._ids[tokens[token_id]] = token_id
         self._longest = max(map(len, self._ids), default=0)
+        self._enough = max(_FORCED_TEXT, 8 * self._longest)
 
     def __call__(self, text: str | bytes) -> list[int]:
         if isinstance(text, bytes):
             raise TypeError("text is given as str")
+        # Of text that is forced the mask has the first token, and the rest comes again with the
+        # next: taken whole each time, a long text would take the square of its time.
+        text = text[: self._enough]
         data = text.encode()
         token_ids = self._encode(text, add_special_tokens=False)
         if self._spell(token_ids, data):
@@ -360,53 +420,64 @@ class GrammarCompiler:
             _check_schema(_schema(params))
         if params.kind == "grammar":
             _check_lark(params.grammar or "")
-        return Beside(lambda: self._start(params), stack_bytes=_STACK_BYTES).result()
+        return Beside(lambda: self._start(params, size), stack_bytes=_STACK_BYTES).result()
 
-    def _start(self, params: StructuredOutputsParams) -> Grammar:
+    def _start(self, params: StructuredOutputsParams, size: int) -> Grammar:
         with self._vocabulary_lock:
             vocabulary = self._vocabulary = self._vocabulary or self._make_vocabulary()
-        start, problem = _start(vocabulary, _source(params))
+        start, problem = _start(vocabulary, _source(params), size)
         if problem:
-            raise _explained(params, problem, lambda source: _start(vocabulary, source)[1])
+            raise _explained(params, problem, lambda source: _start(vocabulary, source, size)[1])
         return Grammar(start)
 
 
-def _start(vocabulary: Vocabulary, source: str) -> tuple[Matcher, str]:
-    """A matcher, and what is wrong with the grammar, or "". Other threads may run meanwhile."""
+def _start(vocabulary: Vocabulary, source: str, size: int) -> tuple[Matcher, str]:
+    """A matcher, and what is wrong with the grammar, or "". Other threads may run meanwhile.
+
+    size  of the demand, in bytes
+    """
     import llguidance
 
     limits = llguidance.LLParserLimits(
         max_items_in_row=_MAX_ITEMS, step_max_items=_MAX_ITEMS, verbose_errors=False
     )
     inner = llguidance.LLMatcher(vocabulary.tokens, source, log_level=0, limits=limits)
-    start = Matcher(inner, vocabulary)
+    token_seconds = _TOKEN_SECONDS + _KIB_SECONDS * min(size / 1024, _MAX_KIB)
+    start = Matcher(inner, vocabulary, token_seconds)
     if not inner.is_error():
-        # The first mask costs more than those that follow: it is taken here, off the engine's step.
+        # The first mask costs more than those that follow: it is taken here, off the engine's step,
+        # and no answer has to pay for it.
         mask = np.empty(vocabulary.num_words, np.uint32)
         start.fill(mask, vocabulary.eos_ids)
+        start = Matcher(inner, vocabulary, token_seconds)
         if not inner.is_error():
             useful = inner.is_accepting() or (mask & ~vocabulary.bits(vocabulary.eos_ids)).any()
-            return start, _trouble_ahead(start, mask) if useful else NOTHING
+            tokens = _TRIAL_TOKENS if size <= _LONG_DEMAND else _LONG_TRIAL_TOKENS
+            return start, _trouble_ahead(start, mask, tokens) if useful else NOTHING
     return start, start.problem
 
 
-def _trouble_ahead(start: Matcher, mask: UInt32) -> str:
+def _trouble_ahead(start: Matcher, mask: UInt32, num_tokens: int) -> str:
     """What ends answers within their first tokens, or "". mask: that of the first token.
 
     A grammar that outgrows llguidance's limits mostly does so where an answer gets to its widest
     part, which is soon. Some beginnings are tried, so that such a demand is refused, and no answer
-    to it cut off.
+    to it cut off. Every other token ends something if one can, so that objects get past their
+    first properties; none closes one, as long as there are others.
     """
     vocabulary = start._vocabulary
     ends = vocabulary.bits(vocabulary.eos_ids)
     for trial in range(_TRIALS):
         matcher, row, rng = start.fork(), mask, random.Random(trial)
-        for _ in range(_TRIAL_TOKENS):
-            bits = np.unpackbits((row & ~ends).astype("<u4").view(np.uint8), bitorder="little")
-            possible = np.flatnonzero(bits)
-            if not len(possible):
+        for i in range(num_tokens):
+            possible = _first_of(row & ~ends & ~vocabulary.closing, row & ~ends)
+            if i % 2:
+                possible = _first_of(possible & vocabulary.ending, possible)
+            bits = np.unpackbits(possible.astype("<u4").view(np.uint8), bitorder="little")
+            token_ids = np.flatnonzero(bits)
+            if not len(token_ids):
                 break
-            ending = matcher.consume(int(rng.choice(possible)))
+            ending = matcher.consume(int(rng.choice(token_ids)))
             if ending == "stop":
                 break
             row = np.empty_like(mask)
@@ -417,13 +488,28 @@ def _trouble_ahead(start: Matcher, mask: UInt32) -> str:
     return ""
 
 
+def _first_of(*masks: UInt32) -> UInt32:
+    """The first that allows anything, or else the last."""
+    return next((mask for mask in masks if mask.any()), masks[-1])
+
+
 def _check_schema(schema: dict[str, Any]) -> None:
     """Raises RequestError for what llguidance would take for ever over, or let pass."""
-    for place, part in _schemas("json", schema):
+    for place, part in schemas("json", schema):
         if "x-guidance" in part:
             raise bad_field(f"{place}.x-guidance", "the server's options are not the client's")
-        if problem := _multiple_problem(part):
-            raise bad_field(f"{place}.multipleOf", problem)
+    if found := problem_in("json", schema):
+        raise bad_field(*found)
+
+
+def _json_in_lark(grammar: str) -> Iterator[tuple[re.Match[str], int, Any]]:
+    """The schemas in a grammar: where each is announced, where it ends, and the schema itself."""
+    for found in re.finditer(r"%json\s*(?={)", grammar):
+        try:
+            schema, end = json.JSONDecoder().raw_decode(grammar, found.end())
+        except (ValueError, RecursionError):
+            continue  # llguidance says what is wrong with it
+        yield found, end, schema
 
 
 def _check_lark(grammar: str) -> None:
@@ -431,44 +517,11 @@ def _check_lark(grammar: str) -> None:
 
     Options stay: there they are the grammar's own.
     """
-    for found in re.finditer(r"%json\s*(?={)", grammar):
-        try:
-            schema, _ = json.JSONDecoder().raw_decode(grammar, found.end())
-        except (ValueError, RecursionError):
-            continue  # llguidance says what is wrong with it
-        for place, part in _schemas("%json", schema):
-            if problem := _multiple_problem(part):
-                line = grammar.count("\n", 0, found.start()) + 1
-                column = found.start() - grammar.rfind("\n", 0, found.start())
-                where = f"at {line}({column}): {place}.multipleOf"
-                raise bad_field("grammar", f"{where}: {problem}")
-
-
-def _schemas(place: str, schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A schema and all within it, each with its place."""
-    todo: list[tuple[str, Any]] = [(place, schema)]
-    while todo:
-        place, part = todo.pop()
-        if isinstance(part, dict):
-            yield place, part
-            todo += [(f"{place}.{name}", sub) for name, sub in _parts(part)]
-
-
-def _multiple_problem(schema: dict[str, Any]) -> str:
-    multiple = schema.get("multipleOf")
-    if isinstance(multiple, int | float) and _states(multiple) > MAX_MULTIPLE:
-        return f"{multiple} has more than {MAX_MULTIPLE} in its last decimal place"
-    return ""
-
-
-def _states(multiple: float) -> int:
-    """What a check for multiples of it has to keep apart."""
-    _, digits, exponent = Decimal(repr(multiple)).normalize().as_tuple()
-    if not isinstance(exponent, int) or abs(exponent) > 20:
-        return MAX_MULTIPLE + 1
-    number = int("".join(map(str, digits)))
-    states: int = max(number * 10 ** max(0, exponent), 10 ** max(0, -exponent))
-    return states
+    for found, _, schema in _json_in_lark(grammar):
+        if problem := problem_in("%json", schema):
+            line = grammar.count("\n", 0, found.start()) + 1
+            column = found.start() - grammar.rfind("\n", 0, found.start())
+            raise bad_field("grammar", f"at {line}({column}): {problem[0]}: {problem[1]}")
 
 
 def _source(params: StructuredOutputsParams) -> str:
@@ -487,7 +540,7 @@ def _source(params: StructuredOutputsParams) -> str:
             choices = (_SYNTAX.sub(r"\\\g<0>", text) for text in params.choice or ())
             return LLMatcher.grammar_from_regex("|".join(choices))
         case "grammar":
-            return LLMatcher.grammar_from_lark(_lark(params.grammar or ""))
+            return LLMatcher.grammar_from_lark(_countable_lark(_lark(params.grammar or "")))
 
 
 def _schema(params: StructuredOutputsParams) -> dict[str, Any]:
@@ -510,7 +563,7 @@ def _json_source(params: StructuredOutputsParams, schema: dict[str, Any]) -> str
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}
     try:
-        return LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        return LLMatcher.grammar_from_json_schema(countable(schema), overrides=options)
     except (ValueError, TypeError, RecursionError) as error:
         raise bad_field("json", f"the schema is not JSON: {error}") from None
 
@@ -522,6 +575,17 @@ def _lark(grammar: str) -> str:
         return any_to_lark(grammar)
     except Exception as error:  # the converter raises whatever Python can
         raise bad_field("grammar", f"neither Lark nor GBNF: {error}") from None
+
+
+def _countable_lark(grammar: str) -> str:
+    """With each schema in it made countable, in its place."""
+    done, at = "", 0
+    for found, end, schema in _json_in_lark(grammar):
+        other = countable(schema)
+        if other is not schema:
+            done += grammar[at : found.end()] + json.dumps(other)
+            at = end
+    return done + grammar[at:]
 
 
 def _explained(
@@ -553,21 +617,7 @@ def _explained(
             return False
 
     place, part = "json", schema
-    while found := next(((name, sub) for name, sub in _parts(part) if is_to_blame(sub)), None):
+    while found := next(((name, sub) for name, sub in parts(part) if is_to_blame(sub)), None):
         place, part = f"{place}.{found[0]}", found[1]
         shared = {name: shared[name] for name in shared if name not in part}
     return bad_field(place, problem)
-
-
-def _parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas directly within a schema, definitions first, each with its place."""
-    for name in ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas"):
-        parts = schema.get(name)
-        if isinstance(parts, dict):
-            yield from ((f"{name}.{key}", part) for key, part in parts.items())
-    for name in ("prefixItems", "items", "anyOf", "oneOf", "allOf"):
-        parts = schema.get(name)
-        if isinstance(parts, list):
-            yield from ((f"{name}[{i}]", part) for i, part in enumerate(parts))
-    for name in ("items", "additionalProperties", "contains", "propertyNames", "not"):
-        yield name, schema.get(name)

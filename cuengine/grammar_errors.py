@@ -14,6 +14,10 @@ TOO_LARGE = (
     "it outgrows the limits of what is computed for it: take fewer alternatives, optional "
     "properties and counted repetitions, and give what repeats an end"
 )
+TOO_SLOW = (
+    "finding out what may come next takes too long: let a text be derived in one way only, and "
+    "take fewer alternatives and optional properties"
+)
 NOTHING = "nothing can match it"
 _NO_DETAILS = "<non-verbose/>"
 """What llguidance puts where it would describe its own state."""

@@ -1,0 +1,159 @@
+"""JSON schemas before llguidance gets them: what is within one, what is refused, how numbers are
+bounded. Compiling is in grammar.py.
+
+llguidance has numbers as floats and counts them in 64 bits. It takes bounds beyond that for errors
+of its own, or rounds them, and constants, too. Here bounds are moved inwards to what it can count,
+so that whatever it allows lies within the client's; what cannot be said to it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from decimal import Decimal
+from typing import Any
+
+MAX_MULTIPLE = 10_000
+"""Of `multipleOf`, counted in its last decimal. As many states take their square in time."""
+MAX_NUMBER = 9 * 10**18
+"""As far from 0 as numbers can be bounded: a float, and in decimal within 64 bits."""
+_LONG = 10**18
+"""Numbers with more digits than those below it need a bound on either side."""
+_BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
+"""Where the allowed numbers are, seen from there: above (1) or below."""
+
+
+def parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The schemas directly within a schema, definitions first, each with its place."""
+    for name in ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas"):
+        group = schema.get(name)
+        if isinstance(group, dict):
+            yield from ((f"{name}.{key}", part) for key, part in group.items())
+    for name in ("prefixItems", "items", "anyOf", "oneOf", "allOf"):
+        group = schema.get(name)
+        if isinstance(group, list):
+            yield from ((f"{name}[{i}]", part) for i, part in enumerate(group))
+    for name in ("items", "additionalProperties", "additionalItems", "contains", "propertyNames"):
+        yield name, schema.get(name)
+    yield "not", schema.get("not")
+
+
+def schemas(place: str, schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A schema and all within it, each with its place."""
+    todo: list[tuple[str, Any]] = [(place, schema)]
+    while todo:
+        place, part = todo.pop()
+        if isinstance(part, dict):
+            yield place, part
+            todo += [(f"{place}.{name}", sub) for name, sub in parts(part)]
+
+
+def problem_in(place: str, schema: Any) -> tuple[str, str] | None:
+    """What llguidance would take for ever over, let pass, or not count: where it is, and why.
+
+    `place` is the schema's own.
+    """
+    for where, part in schemas(place, schema):
+        for name, problem in _problems(part):
+            if problem:
+                return f"{where}.{name}", problem
+    return None
+
+
+def _problems(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    multiple = part.get("multipleOf")
+    if _is_number(multiple) and _states(multiple) > MAX_MULTIPLE:
+        yield (
+            "multipleOf",
+            f"{multiple!s:.40} has more than {MAX_MULTIPLE} in its last decimal place",
+        )
+    for name, side in _BOUNDS.items():
+        bound = part.get(name)
+        if _is_number(bound) and bound * side > MAX_NUMBER:
+            yield name, f"{bound!s:.40} is out of reach: numbers are followed to {MAX_NUMBER:.0e}"
+    for name in ("const", "enum"):
+        for value in _numbers_in(part.get(name)):
+            if _written(value) != value:
+                yield (
+                    name,
+                    f"{value!s:.40} is no number that a float holds exactly: make it a string",
+                )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _states(multiple: float) -> int:
+    """What a check for multiples of it has to keep apart."""
+    _, digits, exponent = Decimal(repr(multiple)).normalize().as_tuple()
+    if not isinstance(exponent, int) or abs(exponent) > 20:
+        return MAX_MULTIPLE + 1
+    number = int("".join(map(str, digits)))
+    states: int = max(number * 10 ** max(0, exponent), 10 ** max(0, -exponent))
+    return states
+
+
+def _numbers_in(value: Any) -> Iterator[int]:
+    """Integers that are, or are in, a constant. (Floats are what they are.)"""
+    todo = [value]
+    while todo:
+        one = todo.pop()
+        if isinstance(one, dict):
+            todo += one.values()
+        elif isinstance(one, list):
+            todo += one
+        elif isinstance(one, int) and not isinstance(one, bool):
+            yield one
+
+
+def _written(value: float) -> Decimal:
+    """What llguidance makes of a number: the nearest float, in the fewest digits that tell it."""
+    try:
+        return Decimal(repr(float(value)))
+    except OverflowError:
+        return Decimal("Infinity")
+
+
+def countable(schema: Any) -> Any:
+    """The schema with bounds of numbers that llguidance can count, none wider than before.
+
+    Call it with what `problem_in` has nothing against. The schema itself stays as it is.
+    """
+    if not any(_moved_bounds(part) for _, part in schemas("", schema)):
+        return schema
+    schema = json.loads(json.dumps(schema))
+    for _, part in schemas("", schema):
+        part.update(_moved_bounds(part))
+    return schema
+
+
+def _moved_bounds(part: dict[str, Any]) -> dict[str, float]:
+    """The bounds to replace, and one to add."""
+    moved: dict[str, float] = {}
+    sides = {1: 0.0, -1: 0.0}
+    bounded = set()
+    for name, side in _BOUNDS.items():
+        bound = part.get(name)
+        if _is_number(bound):
+            value = _inwards(bound, side)
+            if value != bound:
+                moved[name] = value
+            bounded.add(side)
+            sides[side] = max(sides[side], value * side)
+    if sides[1] >= _LONG and -1 not in bounded:
+        moved["maximum"] = MAX_NUMBER
+    if sides[-1] >= _LONG and 1 not in bounded:
+        moved["minimum"] = -MAX_NUMBER
+    return moved
+
+
+def _inwards(bound: float, side: int) -> float:
+    """The nearest bound that is a float, also as it is written, and lets no other number in."""
+    value = float(max(bound * side, -MAX_NUMBER)) * side
+    if isinstance(bound, float):
+        return value
+    while min(value * side, _written(value) * side) < bound * side:
+        value = math.nextafter(value, side * math.inf)
+    return value

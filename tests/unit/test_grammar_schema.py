@@ -1,0 +1,103 @@
+"""Bounds of numbers in schemas, moved to what llguidance can count; and what it cannot be told."""
+
+from __future__ import annotations
+
+import copy
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from cuengine.grammar_schema import MAX_NUMBER, countable, problem_in
+
+Schema = dict[str, Any]
+BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum")
+
+
+def allows(schema: Schema, number: Decimal) -> bool:
+    """JSON Schema's bounds, for a number as it is written."""
+    low, above, high, below = (
+        Decimal(repr(schema[name])) if name in schema else None for name in BOUNDS
+    )
+    return (
+        (low is None or number >= low)
+        and (above is None or number > above)
+        and (high is None or number <= high)
+        and (below is None or number < below)
+    )
+
+
+numbers = st.one_of(
+    st.integers(-(10**20), 10**20),
+    st.integers(2**53 - 9, 2**54),
+    st.floats(-1e22, 1e22, allow_nan=False),
+    st.sampled_from([2**63, 2**63 - 1, -(2**63), 2**64 - 1, 10**18, 10**18 - 1, -(10**18)]),
+)
+
+
+@given(schema=st.dictionaries(st.sampled_from(BOUNDS), numbers), near=st.integers(-3000, 3000))
+def test_bounds_are_moved_inwards_and_no_farther_than_needed(schema: Schema, near: int) -> None:
+    assume(problem_in("json", schema) is None)
+    before = copy.deepcopy(schema)
+    moved = countable(schema)
+    assert schema == before
+    for name, bound in moved.items():
+        assert abs(bound) <= MAX_NUMBER
+        if name in schema and abs(bound) < MAX_NUMBER:
+            assert abs(Decimal(bound) - Decimal(schema[name])) <= (
+                2048 if abs(bound) > 2**53 else 0
+            )
+    for bound in (schema | moved).values():
+        number = Decimal(repr(bound)) + near
+        assert allows(schema, number) or not allows(moved, number)
+
+
+def test_what_can_be_counted_stays_the_same_object() -> None:
+    for schema in (True, {}, {"minimum": 0.1, "exclusiveMaximum": 10**15}, {"minimum": True}):
+        assert countable(schema) is schema
+
+
+def test_bounds_are_moved_wherever_schemas_are_and_nowhere_else() -> None:
+    far = {"maximum": 2**64 - 1}
+    schema = {
+        "properties": {"maximum": far, "a": {"items": {"anyOf": [far, {"type": "null"}]}}},
+        "$defs": {"b": {"additionalProperties": far}},
+        "const": far,
+        "description": "maximum",
+    }
+    moved = {"maximum": MAX_NUMBER}
+    assert countable(schema) == {
+        "properties": {"maximum": moved, "a": {"items": {"anyOf": [moved, {"type": "null"}]}}},
+        "$defs": {"b": {"additionalProperties": moved}},
+        "const": far,
+        "description": "maximum",
+    }
+
+
+@pytest.mark.parametrize(
+    ("schema", "place", "says"),
+    [
+        ({"items": {"minimum": 1e300}}, "json.items.minimum", "1e+300 is out of reach"),
+        ({"exclusiveMinimum": 10**400}, "json.exclusiveMinimum", "out of reach"),
+        ({"maximum": -(2**63)}, "json.maximum", "numbers are followed to 9e+18"),
+        ({"exclusiveMaximum": -1e19}, "json.exclusiveMaximum", "out of reach"),
+        ({"items": {"items": {"const": 2**53 + 1}}}, "json.items.items.const", "make it a string"),
+        ({"enum": [0, {"a": [2**60]}]}, "json.enum", f"{2**60} is no number that a float holds"),
+        ({"const": 10**400}, "json.const", "1000000"),
+    ],
+)  # fmt: skip
+def test_what_no_float_says_is_refused_with_its_place(
+    schema: Schema, place: str, says: str
+) -> None:
+    found = problem_in("json", schema)
+    assert found is not None
+    assert found[0] == place
+    assert says in found[1]
+    assert len(found[1]) < 150
+
+
+def test_constants_that_floats_hold_are_fine() -> None:
+    for value in (0, -5, 2**53, 10**18, 10**22, 10**30, 1.5e300, True, None, "9" * 30):
+        assert problem_in("json", {"const": {"a": [value]}}) is None
