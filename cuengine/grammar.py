@@ -28,7 +28,14 @@ from cuengine.batch import UInt32
 from cuengine.beside import Beside
 from cuengine.errors import RequestError
 from cuengine.grammar_errors import NOTHING, TOO_SLOW, in_own_words, without_lark
-from cuengine.grammar_schema import countable, parts, problem_in, schemas
+from cuengine.grammar_schema import (
+    HALF_ESCAPE,
+    countable,
+    ends_in_an_escape,
+    parts,
+    problem_in,
+    schemas,
+)
 from cuengine.structured_outputs import StructuredOutputsParams, bad_field
 
 if TYPE_CHECKING:
@@ -416,6 +423,12 @@ class GrammarCompiler:
             raise bad_field(
                 params.kind, f"it has {size} bytes, and at most {MAX_DEMAND_BYTES} can be compiled"
             )
+        for name, regex in (
+            ("regex", params.regex),
+            ("whitespace_pattern", params.whitespace_pattern),
+        ):
+            if ends_in_an_escape(regex):
+                raise bad_field(name, HALF_ESCAPE)
         if params.kind == "json":
             _check_schema(_schema(params))
         if params.kind == "grammar":
@@ -551,7 +564,7 @@ def _schema(params: StructuredOutputsParams) -> dict[str, Any]:
         except (ValueError, RecursionError) as error:
             raise bad_field("json", f"the schema is not JSON: {error}") from None
     if not isinstance(schema, dict):
-        raise bad_field("json", f"the schema is not a JSON object: {schema!r:.80}")
+        raise bad_field("json", f"the schema is not a JSON object: {json.dumps(schema):.80}")
     return schema
 
 

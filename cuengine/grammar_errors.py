@@ -21,6 +21,8 @@ TOO_SLOW = (
 NOTHING = "nothing can match it"
 _NO_DETAILS = "<non-verbose/>"
 """What llguidance puts where it would describe its own state."""
+_WHILE = re.compile(r"\n  while processing json-schema:.*")
+"""Where a schema is that a `$ref` names. We say where by `param`."""
 
 _CASES = "use anyOf, with a part for each case"
 _AFTERWARDS = "leave it out, and check the answer for it"
@@ -48,6 +50,7 @@ def in_own_words(error: str) -> str:
     """llguidance's error with what to do about it. "" stays ""."""
     # Behind the first line a panic shows its backtrace.
     error = error.partition("\n<backtrace>")[0].replace(_NO_DETAILS, "").strip()
+    error = _WHILE.sub("", error)
     for pattern, words in _WORDS:
         if found := pattern.search(error):
             said = words if isinstance(words, str) else words(found)

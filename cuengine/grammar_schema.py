@@ -11,15 +11,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any
 
 MAX_MULTIPLE = 10_000
 """Of `multipleOf`, counted in its last decimal. As many states take their square in time."""
 MAX_NUMBER = 9 * 10**18
 """As far from 0 as numbers can be bounded: a float, and in decimal within 64 bits."""
+_MIN_NUMBER = 1e-50
+"""Bounds nearer to 0 have more digits than llguidance can follow."""
+_DIGITS = 15
+"""Of a number, which it reads exactly."""
+_NEXT = 1e-9
+"""What is left out next to an exclusive bound, as part of all that is allowed."""
 _LONG = 10**18
 """Numbers with more digits than those below it need a bound on either side."""
+HALF_ESCAPE = r'not a regular expression: an escape ends early, at "\"'
 _BOUNDS = {"minimum": 1, "exclusiveMinimum": 1, "maximum": -1, "exclusiveMaximum": -1}
 """Where the allowed numbers are, seen from there: above (1) or below."""
 
@@ -49,6 +56,11 @@ def schemas(place: str, schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
             todo += [(f"{place}.{name}", sub) for name, sub in parts(part)]
 
 
+def ends_in_an_escape(regex: object) -> bool:
+    """Whether half an escape ends an expression. llguidance would drop it."""
+    return isinstance(regex, str) and (len(regex) - len(regex.rstrip("\\"))) % 2 == 1
+
+
 def problem_in(place: str, schema: Any) -> tuple[str, str] | None:
     """What llguidance would take for ever over, let pass, or not count: where it is, and why.
 
@@ -72,6 +84,11 @@ def _problems(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
         bound = part.get(name)
         if _is_number(bound) and bound * side > MAX_NUMBER:
             yield name, f"{bound!s:.40} is out of reach: numbers are followed to {MAX_NUMBER:.0e}"
+    if ends_in_an_escape(part.get("pattern")):
+        yield "pattern", HALF_ESCAPE
+    named = part.get("patternProperties")
+    for pattern in filter(ends_in_an_escape, named if isinstance(named, dict) else ()):
+        yield f"patternProperties.{pattern}", HALF_ESCAPE
     for name in ("const", "enum"):
         for value in _numbers_in(part.get(name)):
             if _written(value) != value:
@@ -130,30 +147,42 @@ def countable(schema: Any) -> Any:
 
 
 def _moved_bounds(part: dict[str, Any]) -> dict[str, float]:
-    """The bounds to replace, and one to add."""
+    """The bounds to replace or to add."""
     moved: dict[str, float] = {}
-    sides = {1: 0.0, -1: 0.0}
-    bounded = set()
+    inner: dict[int, tuple[float, bool]] = {}
     for name, side in _BOUNDS.items():
         bound = part.get(name)
-        if _is_number(bound):
-            value = _inwards(bound, side)
-            if value != bound:
-                moved[name] = value
-            bounded.add(side)
-            sides[side] = max(sides[side], value * side)
-    if sides[1] >= _LONG and -1 not in bounded:
-        moved["maximum"] = MAX_NUMBER
-    if sides[-1] >= _LONG and 1 not in bounded:
-        moved["minimum"] = -MAX_NUMBER
+        if not _is_number(bound):
+            continue
+        value = _inwards(bound, side)
+        if value != bound:
+            moved[name] = value
+        exclusive = name.startswith("exclusive") or part.get(f"exclusive{name.title()}") is True
+        if side not in inner or (value * side, exclusive) > (inner[side][0] * side, inner[side][1]):
+            inner[side] = value, exclusive
+    for side, name, opposite in ((1, "minimum", "maximum"), (-1, "maximum", "minimum")):
+        if side not in inner:
+            continue
+        value, exclusive = inner[side]
+        if -side not in inner:
+            if value * side >= _LONG:
+                moved[opposite] = MAX_NUMBER * side
+            continue
+        width = abs(inner[-side][0] - value)
+        if exclusive and value.is_integer() and value * side >= 0 and width < 1:
+            # Between 0 and 0.5, neither of them, llguidance would take 0.
+            inside = value + side * width * _NEXT
+            moved[name] = math.nextafter(value, side * math.inf) if inside == value else inside
     return moved
 
 
 def _inwards(bound: float, side: int) -> float:
-    """The nearest bound that is a float, also as it is written, and lets no other number in."""
-    value = float(max(bound * side, -MAX_NUMBER)) * side
-    if isinstance(bound, float):
-        return value
-    while min(value * side, _written(value) * side) < bound * side:
-        value = math.nextafter(value, side * math.inf)
-    return value
+    """The nearest bound that llguidance reads as it is written, and that lets nothing more in."""
+    if abs(bound) > MAX_NUMBER:
+        return float(-MAX_NUMBER * side)
+    if isinstance(bound, int) and abs(bound) <= 2**53:
+        return float(bound)
+    if 0 < abs(bound) < _MIN_NUMBER:
+        return max(0.0, math.copysign(_MIN_NUMBER, bound * side)) * side
+    rounding = ROUND_CEILING if side > 0 else ROUND_FLOOR
+    return float(Context(prec=_DIGITS, rounding=rounding).create_decimal(repr(bound)))
