@@ -41,7 +41,7 @@ class StructuredOutputsParams:
     whitespace_pattern: str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        given = self._given()
         if len(given) != 1:
             raise RequestError(
                 f"structured_outputs: exactly one of {', '.join(KINDS)} is needed, not "
@@ -64,7 +64,15 @@ class StructuredOutputsParams:
     @property
     def kind(self) -> Kind:
         """Which of the five was given."""
-        return next(name for name in KINDS if getattr(self, name) not in (None, False))
+        return self._given()[0]
+
+    def _given(self) -> list[Kind]:
+        values = [(name, getattr(self, name)) for name in KINDS]
+        return [
+            name
+            for name, value in values
+            if value is not None and not (name == "json_object" and value is False)
+        ]
 
     def key(self) -> str:
         """The same for equal demands, and only for those.

@@ -340,6 +340,8 @@ for _ in range(2000):
     [
         ({"json": "{"}, "json", "not JSON: Expecting property name"),
         ({"json": "[1]"}, "json", "not a JSON object"),
+        ({"json": "true"}, "json", "not a JSON object: true"),
+        ({"json": '"{}"'}, "json", 'not a JSON object: "{}"'),
         ({"json": {"type": "objec"}}, "json", "type 'objec' is none of string"),
         ({"json": {"properties": {"a": {"items": {"type": 3}}}}}, "json.properties.a.items",
          "type"),
@@ -362,6 +364,14 @@ for _ in range(2000):
         ({"json": {"const": ANY_DEPTH}}, "json", "recursion"),
         ({"regex": "a(b"}, "regex", "unclosed group"),
         ({"regex": "(?=a)b"}, "regex", "look-around"),
+        ({"regex": "a\\"}, "regex", "an escape ends early"),
+        ({"json": {"items": {"pattern": "a\\\\\\"}}}, "json.items.pattern", "an escape ends early"),
+        ({"json": {"patternProperties": {"\\": {}}}}, "json.patternProperties.\\",
+         "an escape ends early"),
+        ({"json": {"properties": {"a": {"minimum": 1e300}}}}, "json.properties.a.minimum",
+         "1e+300 is out of reach"),
+        ({"grammar": 'start: "a"\n| %json {"items": {"const": 9007199254740993}}'}, "grammar",
+         "at 2(3): %json.items.const: 9007199254740993 is no number that a float holds"),
         ({"regex": "\udfff"}, "regex", "not Unicode"),
         ({"choice": ["\ud800"]}, "choice", "not Unicode"),
         ({"grammar": "start: x"}, "grammar", 'unknown name: "x"'),
@@ -387,6 +397,11 @@ def test_what_cannot_be_followed_is_refused_with_its_place(
         ({"json_object": False}, "structured_outputs"),
         ({"json": {}, "regex": "a"}, "structured_outputs"),
         ({"json": 3}, "structured_outputs.json"),
+        ({"json": True}, "structured_outputs.json"),
+        ({"json": False}, "structured_outputs.json"),
+        ({"json": 0}, "structured_outputs.json"),
+        ({"json": [{}]}, "structured_outputs.json"),
+        ({"regex": False}, "structured_outputs.regex"),
         ({"regex": b"a"}, "structured_outputs.regex"),
         ({"grammar": ["a"]}, "structured_outputs.grammar"),
         ({"choice": "yes"}, "structured_outputs.choice"),
@@ -642,3 +657,194 @@ def test_what_is_not_supported_is_said_in_our_words(fields: dict[str, Any], says
 def test_every_format_that_is_named_is_known() -> None:
     for name in FORMATS:
         compiled(json={"type": "string", "format": name})
+
+
+def takes(matcher: Matcher, text: str) -> bool:
+    """Whether the whole text is a whole answer."""
+    matcher = matcher.fork()
+    for i, byte in enumerate(text.encode()):
+        if byte not in allowed(matcher):
+            return False
+        if matcher.consume(byte) is not None:
+            return i + 1 == len(text.encode())
+    return EOS in allowed(matcher)
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (True, ["1", "null", "[]"], ["x"]),
+        ({"properties": {"a": True, "b": False}, "type": "object"},
+         ["{}", '{"a": 1}'], ['{"b": 1}']),
+        ({"type": "object", "additionalProperties": False}, ["{}"], ['{"a": 1}']),
+        ({"type": "object", "additionalProperties": True}, ["{}", '{"a": 1}'], ["[]"]),
+        ({"type": "array", "items": False}, ["[]"], ["[1]"]),
+        ({"type": "array", "items": True, "minItems": 1}, ["[1]"], ["[]"]),
+        ({"type": "array", "prefixItems": [True, {"const": 1}], "items": False, "minItems": 1},
+         ["[0]", "[null, 1]"], ["[]", "[0, 2]", "[0, 1, 2]"]),
+        ({"type": "array", "prefixItems": [{"const": 1}, False]}, ["[]", "[1]"], ["[1, 1]", "[2]"]),
+        ({"anyOf": [False, {"const": 1}]}, ["1"], ["2"]),
+        ({"allOf": [True, {"const": 1}]}, ["1"], ["2"]),
+        ({"type": "number", "exclusiveMinimum": 0, "maximum": 0.5},
+         ["0.5", "0.001"], ["0", "0.0", "0.51", "-0.1"]),
+        ({"type": "number", "minimum": -3.5, "exclusiveMaximum": -3},
+         ["-3.5", "-3.01"], ["-3", "-3.0", "-2.9", "-3.6"]),
+        ({"type": "number", "minimum": 0, "maximum": 1e300}, ["0", "12345678901234567.5"], ["-1"]),
+        ({"type": "number", "minimum": 5e-324, "maximum": 1}, ["0.1", "1"], ["0", "1.1"]),
+        ({"type": "integer", "minimum": 0, "maximum": 2**64 - 1},
+         ["0", "8999999999999999999"], ["-1", "18446744073709551616"]),
+        ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1},
+         ["-8999999999999999999", "0"], ["9223372036854775808"]),
+        ({"type": "integer", "minimum": 10**18}, ["1000000000000000000"], ["999999999999999999"]),
+        ({"type": "integer", "maximum": 2**53 + 1}, ["9007199254740990"], ["9007199254740994"]),
+    ],
+)  # fmt: skip
+def test_booleans_for_schemas_and_bounds_of_numbers_mean_what_they_say(
+    schema: dict[str, Any] | bool, good: list[str], bad: list[str]
+) -> None:
+    """In a list, and as part of a grammar, too."""
+    around = {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
+    start = compiled(json=around).matcher()
+    within = compiled(grammar=f"start: %json {json.dumps(around)}").matcher()
+    for text, expected in [(text, True) for text in good] + [(text, False) for text in bad]:
+        assert takes(start, f"[{text}]") == expected, text
+        assert takes(within, f"[{text}]") == expected, text
+
+
+class Counting:
+    """A tokenizer that counts the characters it is given."""
+
+    def __init__(self) -> None:
+        self.characters = 0
+        self.vocab_size, self.special_ids = TOKENIZER.vocab_size, TOKENIZER.special_ids
+        self.token_bytes = TOKENIZER.token_bytes
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        self.characters += len(text)
+        return TOKENIZER.encode(text, add_special_tokens=add_special_tokens)
+
+
+def test_of_long_forced_text_little_is_tokenized_for_each_token() -> None:
+    tokenizer, text = Counting(), "say the " * 4000
+    compiler = GrammarCompiler(tokenizer, VOCAB, {EOS})
+    matcher = compiler.compile(StructuredOutputsParams(choice=[text])).matcher()
+    tokenizer.characters = 0
+    taken = b""
+    for _ in range(40):
+        (token,) = allowed(matcher)
+        taken += TOKENIZER.token_bytes(token)
+        assert matcher.consume(token) is None
+    assert text.encode().startswith(taken)
+    assert tokenizer.characters <= 40 * 300
+
+
+class Clock:
+    """Stands in for the clocks: from one look to the next `cost` seconds go by."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.cost = 0.0, 0.0
+        monkeypatch.setattr(grammar_module, "time", self)
+
+    def thread_time(self) -> float:
+        self.now += self.cost
+        return self.now
+
+    perf_counter = thread_time
+
+
+def test_an_answer_whose_masks_take_too_long_ends_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    grammar = compiled(regex="[ab]{9}")
+    slow, other = grammar.matcher(), grammar.matcher()
+    clock.cost = 1.0
+    allowed(slow)
+    clock.cost = 0.0
+    assert slow.consume(ord("a")) == "error"
+    assert "takes too long" in slow.problem
+    assert slow.fork().problem
+    assert follow(other, "ababababa") == "stop"
+
+
+def test_a_slow_mask_now_and_then_is_made_up_for_by_fast_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    matcher = compiled(regex="[ab]*").matcher()
+    for i in range(500):
+        clock.cost = 0.02 if i % 50 == 0 else 0.0
+        allowed(matcher)
+        assert matcher.consume(ord("a")) is None
+    for i in range(500):
+        clock.cost = 0.02 if i % 5 == 0 else 0.0
+        allowed(matcher)
+        if matcher.consume(ord("a")) == "error":
+            break
+    assert "takes too long" in matcher.problem
+
+
+def test_the_larger_a_demand_the_more_time_it_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    large = compiled(choice=[f"item {i}" for i in range(2000)]).matcher()
+    small = compiled(choice=["item 1", "item 2"]).matcher()
+    clock.cost = 0.05
+    for text in "it":
+        for matcher in (large, small):
+            allowed(matcher)
+            matcher.consume(ord(text))
+    assert small.problem
+    assert not large.problem
+
+
+def test_a_demand_that_takes_too_long_from_the_start_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock(monkeypatch)
+    clock.cost = 0.1
+    with pytest.raises(RequestError, match="takes too long") as caught:
+        compiled(regex="[ab]*slow")
+    assert caught.value.param == "structured_outputs.regex"
+    clock.cost = 0.0
+    compiled(regex="[ab]*slow")
+
+
+def test_masks_that_were_slow_together_are_computed_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Until they are fast again: so the one that is to blame is known."""
+    clock = Clock(monkeypatch)
+    matchers = [compiled(regex=f"[{chr(97 + i)}-z]*").matcher() for i in range(6)]
+    alone: list[Matcher] = []
+    compute = Matcher.compute_mask
+    monkeypatch.setattr(
+        Matcher, "compute_mask", lambda self, *args: (alone.append(self), compute(self, *args))
+    )
+
+    def masks_are_right() -> None:
+        masks = allowed_mask([MaskRow(matcher) for matcher in matchers])
+        assert masks is not None
+        for i, mask in enumerate(masks):
+            assert tokens_in(mask) & set(range(97, 123)) == set(range(97 + i, 123))
+
+    masks_are_right()
+    assert alone == []
+    clock.cost = 1.0
+    masks_are_right()
+    assert alone == []
+    assert not any(matcher.problem for matcher in matchers)
+    clock.cost = 0.0
+    masks_are_right()
+    assert alone == matchers
+    masks_are_right()
+    assert alone == matchers
+
+
+def test_more_optional_properties_than_can_be_followed_are_refused(smollm2_folder: Path) -> None:
+    """They are met with where the first of them ends, and not by the first token."""
+    tokenizer = Tokenizer.from_folder(smollm2_folder)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, {2})
+    properties = {f"p{i}": {"type": "null"} for i in range(2000)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    with pytest.raises(RequestError, match="outgrows the limits"):
+        compiler.compile(StructuredOutputsParams(json=schema))
