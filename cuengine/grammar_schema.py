@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterator
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
-from typing import Any
+from typing import Any, TypeGuard
 
 MAX_MULTIPLE = 10_000
 """Of `multipleOf`, counted in its last decimal. As many states take their square in time."""
@@ -98,7 +98,7 @@ def _problems(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 )
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
