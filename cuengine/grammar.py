@@ -587,7 +587,7 @@ def _lark(grammar: str) -> str:
     try:
         return any_to_lark(grammar)
     except Exception as error:  # the converter raises whatever Python can
-        raise bad_field("grammar", f"neither Lark nor GBNF: {error}") from None
+        raise bad_field("grammar", f"neither Lark nor GBNF: {error!s:.300}") from None
 
 
 def _countable_lark(grammar: str) -> str:

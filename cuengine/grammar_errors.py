@@ -21,6 +21,8 @@ TOO_SLOW = (
 NOTHING = "nothing can match it"
 _NO_DETAILS = "<non-verbose/>"
 """What llguidance puts where it would describe its own state."""
+_LINE, _LINES = 200, 12
+"""Characters of a line, and lines, of llguidance's that are passed on."""
 _WHILE = re.compile(r"\n  while processing json-schema:.*")
 """Where a schema is that a `$ref` names. We say where by `param`."""
 
@@ -50,12 +52,30 @@ def in_own_words(error: str) -> str:
     """llguidance's error with what to do about it. "" stays ""."""
     # Behind the first line a panic shows its backtrace.
     error = error.partition("\n<backtrace>")[0].replace(_NO_DETAILS, "").strip()
-    error = _WHILE.sub("", error)
+    error = _WHILE.sub("", _around_marks(error))
     for pattern, words in _WORDS:
         if found := pattern.search(error):
             said = words if isinstance(words, str) else words(found)
             return error[: found.start()] + said + error[found.end() :]
     return error
+
+
+def _around_marks(error: str) -> str:
+    """The error with long lines, which are the client's, cut to where marks point at in them."""
+    lines = error.split("\n")
+    if all(len(line) <= _LINE for line in lines):
+        return error
+    for i, line in enumerate(lines):
+        marks = lines[i + 1] if i + 1 < len(lines) else ""
+        if len(line) <= _LINE:
+            continue
+        if "^" in marks and not marks.strip(" ^"):
+            start = max(4, marks.index("^") - _LINE // 2)
+            lines[i] = line[:4] + line[start : start + _LINE - 4]
+            lines[i + 1] = marks[:4] + marks[start : start + _LINE - 4]
+        else:
+            lines[i] = f"{line[: _LINE // 2]} … {line[-_LINE // 2 :]}"
+    return "\n".join(lines[:_LINES])
 
 
 def without_lark(problem: str) -> str:

@@ -848,3 +848,32 @@ def test_more_optional_properties_than_can_be_followed_are_refused(smollm2_folde
     schema = {"type": "object", "properties": properties, "additionalProperties": False}
     with pytest.raises(RequestError, match="outgrows the limits"):
         compiler.compile(StructuredOutputsParams(json=schema))
+
+
+LONG = "invalid regex a" * 10_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"grammar": f'start: "{LONG}" ('}, ""),
+        ({"grammar": "start: " + "(" * 100_000}, "nested"),
+        ({"grammar": f"start: <|{LONG}|>"}, ""),
+        ({"grammar": f"root ::= {'r' * 100_000}"}, "neither Lark nor GBNF"),
+        ({"grammar": "\n".join([f'start: "{LONG}"', *["x: /a(/"] * 1000])}, "duplicate rule"),
+        ({"regex": f"{LONG}(b{LONG[:40_000]}"}, 'unclosed group, at "(binvalid regex a'),
+        ({"regex": LONG + "(?=b)"}, 'look-around is not supported, at "(?=b)"'),
+        ({"json": {"pattern": "a(" + "b" * 100_000}}, "unclosed group"),
+        ({"json": {"type": LONG}}, "is none of string"),
+        ({"json": {"format": LONG}}, "is not supported"),
+        ({"json": {"$ref": f"#/{'r' * 100_000}"}}, "is not in the schema"),
+        ({"json": {"minimum": LONG}}, "minimum is a number"),
+    ],
+)  # fmt: skip
+def test_errors_show_of_long_demands_what_they_are_about_alone(
+    fields: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(RequestError) as caught:
+        compiled(**fields)
+    assert says in str(caught.value)
+    assert len(str(caught.value)) < 3000
