@@ -16,6 +16,9 @@ from typing import Any, TypeGuard
 
 MAX_MULTIPLE = 10_000
 """Of `multipleOf`, counted in its last decimal. As many states take their square in time."""
+MAX_OPTIONAL = 1500
+"""Properties of an object. Wherever one may come, each that may is looked at, and compared with all
+others: for 2,000 a mask takes 0.3 s of a CPU."""
 MAX_NUMBER = 9 * 10**18
 """As far from 0 as numbers can be bounded: a float, and in decimal within 64 bits."""
 _MIN_NUMBER = 1e-50
@@ -80,6 +83,16 @@ def _problems(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
             "multipleOf",
             f"{multiple!s:.40} has more than {MAX_MULTIPLE} in its last decimal place",
         )
+    properties, required = part.get("properties"), part.get("required")
+    if isinstance(properties, dict) and len(properties) > MAX_OPTIONAL:
+        needed = set(filter(_is_text, required)) if isinstance(required, list) else set()
+        optional = len(properties.keys() - needed)
+        if optional > MAX_OPTIONAL:
+            yield (
+                "properties",
+                f"{optional} of them are optional, and at most {MAX_OPTIONAL} of one object can be "
+                "followed: make some required, or spread them over nested objects",
+            )
     for name, side in _BOUNDS.items():
         bound = part.get(name)
         if _is_number(bound) and bound * side > MAX_NUMBER:
@@ -96,6 +109,10 @@ def _problems(part: dict[str, Any]) -> Iterator[tuple[str, str]]:
                     name,
                     f"{value!s:.40} is no number that a float holds exactly: make it a string",
                 )
+
+
+def _is_text(value: object) -> TypeGuard[str]:
+    return isinstance(value, str)
 
 
 def _is_number(value: object) -> TypeGuard[float]:

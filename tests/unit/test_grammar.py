@@ -19,7 +19,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 import cuengine.grammar as grammar_module
-from cuengine import RequestError, StructuredOutputsParams
+from cuengine import RequestError, StructuredOutputsParams, grammar_schema
 from cuengine.batch import UInt32
 from cuengine.grammar import (
     CACHED_GRAMMARS,
@@ -840,8 +840,10 @@ def test_masks_that_were_slow_together_are_computed_one_by_one(
     assert alone == matchers
 
 
-def test_more_optional_properties_than_can_be_followed_are_refused(smollm2_folder: Path) -> None:
-    """They are met with where the first of them ends, and not by the first token."""
+def test_what_outgrows_its_limits_behind_the_first_property_is_refused(
+    smollm2_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_schema, "MAX_OPTIONAL", 2000)
     tokenizer = Tokenizer.from_folder(smollm2_folder)
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, {2})
     properties = {f"p{i}": {"type": "null"} for i in range(2000)}

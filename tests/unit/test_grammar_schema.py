@@ -110,9 +110,11 @@ def test_bounds_are_moved_wherever_schemas_are_and_nowhere_else() -> None:
         ({"items": {"items": {"const": 2**53 + 1}}}, "json.items.items.const", "make it a string"),
         ({"enum": [0, {"a": [2**60]}]}, "json.enum", f"{2**60} is no number that a float holds"),
         ({"const": 10**400}, "json.const", "1000000"),
+        ({"items": {"properties": {f"p{i}": {} for i in range(1503)}, "required": ["p0", "p1", 1]}},
+         "json.items.properties", "1501 of them are optional, and at most 1500"),
     ],
 )  # fmt: skip
-def test_what_no_float_says_is_refused_with_its_place(
+def test_what_cannot_be_said_or_followed_is_refused_with_its_place(
     schema: Schema, place: str, says: str
 ) -> None:
     found = problem_in("json", schema)
@@ -125,3 +127,10 @@ def test_what_no_float_says_is_refused_with_its_place(
 def test_constants_that_floats_hold_are_fine() -> None:
     for value in (0, -5, 2**53, 10**18, 10**22, 10**30, 1.5e300, True, None, "9" * 30):
         assert problem_in("json", {"const": {"a": [value]}}) is None
+
+
+def test_any_number_of_properties_may_be_required() -> None:
+    names = [f"p{i}" for i in range(3000)]
+    schema: Schema = {"properties": {name: {} for name in names}, "required": names}
+    assert problem_in("json", schema) is None
+    assert problem_in("json", {"properties": {name: {} for name in names[:1500]}}) is None
