@@ -156,6 +156,14 @@ _WORDS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
         f"{NOTHING}: its pattern, format and lengths exclude each other",
     ),
     (
+        re.compile(r"Unable to determine if regex is empty.*", re.DOTALL),
+        "its pattern, format and lengths are too much together: say with one of them what fits",
+    ),
+    (
+        re.compile(r"circular references with sibling keys are not supported: json-schema:///(.*)"),
+        lambda found: f"$ref {found[1]!r} leads back to itself: leave no other keys beside it",
+    ),
+    (
         re.compile(r"Unsatisfiable schema: anyOf is empty"),
         f"{NOTHING}: it has no alternatives",
     ),

@@ -626,6 +626,11 @@ def test_what_outgrows_its_limits_on_the_way_is_an_error_that_says_so() -> None:
         ({"json": {"minLength": -1}}, "minLength needs a value of the type positive integer"),
         ({"json": {"pattern": "a", "format": "date", "type": "string"}}, "exclude each other"),
         ({"json": {"maxLength": 10**12, "type": "string"}}, "a count is too large"),
+        (
+            {"json": {"type": "string", "pattern": "^.*a.{500}$", "maxLength": 2000}},
+            "are too much together",
+        ),
+        ({"json": {"type": "object", "$ref": "#"}}, "$ref '#' leads back to itself"),
         ({"json": {"multipleOf": 0, "type": "number"}}, "multipleOf is a number above 0"),
         ({"json": {"pattern": "(?=a)b"}}, "look-around is not supported"),
         ({"json": {"pattern": r"\bfoo\b"}}, r"boundaries as \b are not supported"),
@@ -647,7 +652,7 @@ def test_what_is_not_supported_is_said_in_our_words(fields: dict[str, Any], says
     message = str(caught.value)
     assert says in message
     for raw in ("coerce_one_of", "Unimplemented", "in regex", "regex parse error", "retriever",
-                "verbose", "registry", "limits.", "special tokens are available"):  # fmt: skip
+                "verbose", "registry", "limits.", "json-schema:", "Unable", "special tokens are available"):  # fmt: skip
         assert raw not in message
     if "grammar" not in fields:  # there the client wrote it
         assert "\n" not in message
