@@ -652,7 +652,8 @@ def test_what_is_not_supported_is_said_in_our_words(fields: dict[str, Any], says
     message = str(caught.value)
     assert says in message
     for raw in ("coerce_one_of", "Unimplemented", "in regex", "regex parse error", "retriever",
-                "verbose", "registry", "limits.", "json-schema:", "Unable", "special tokens are available"):  # fmt: skip
+                "verbose", "registry", "limits.", "json-schema:", "Unable",
+                "special tokens are available"):  # fmt: skip
         assert raw not in message
     if "grammar" not in fields:  # there the client wrote it
         assert "\n" not in message
