@@ -172,7 +172,7 @@ def test_leftover_rotary_frequencies_are_ignored_silently_and_other_tensors_with
     tensors["model.vision.weight"] = np.zeros(8, np.float32)
     save_file(tensors, tmp_path / "model.safetensors")
     load(tmp_path)
-    assert "ignoring 1 tensors" in caplog.text
+    assert "ignoring 1 tensor that" in caplog.text
     assert "model.vision.weight" in caplog.text
 
 
