@@ -13,6 +13,9 @@ import math
 from collections.abc import Iterator
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any, TypeGuard
+from urllib.parse import unquote
+
+from cuengine.structured_outputs import bad_field
 
 MAX_MULTIPLE = 10_000
 """Of `multipleOf`, counted in its last decimal. As many states take their square in time."""
@@ -27,6 +30,8 @@ _DIGITS = 15
 """Of a number, which it reads exactly."""
 _NEXT = 1e-9
 """What is left out next to an exclusive bound, as part of all that is allowed."""
+_MAX_TARGETS = 20_000
+"""Places to look for what references lead to."""
 _LONG = 10**18
 """Numbers with more digits than those below it need a bound on either side."""
 HALF_ESCAPE = r'not a regular expression: an escape ends early, at "\"'
@@ -50,13 +55,46 @@ def parts(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def schemas(place: str, schema: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A schema and all within it, each with its place."""
+    """A schema and all within it, each once with its place: also what is a schema only because a
+    `$ref` leads there, from within a constant or a key of no meaning.
+    """
+    seen: set[int] = set()
+    # Which document a reference is into is not looked at: none is left out so.
+    documents: list[tuple[str, dict[str, Any]]] = []
+    pointers: dict[str, None] = {}
     todo: list[tuple[str, Any]] = [(place, schema)]
     while todo:
-        place, part = todo.pop()
-        if isinstance(part, dict):
-            yield place, part
-            todo += [(f"{place}.{name}", sub) for name, sub in parts(part)]
+        where, part = todo.pop()
+        if not isinstance(part, dict) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield where, part
+        todo += [(f"{where}.{name}", sub) for name, sub in parts(part)]
+        if not documents or "$id" in part:
+            documents.append((where, part))
+            todo += [_at(where, part, pointer) for pointer in pointers]
+        reference = part.get("$ref")
+        if isinstance(reference, str) and "#/" in reference:
+            pointer = unquote(reference.partition("#/")[2])
+            if pointer not in pointers:
+                pointers[pointer] = None
+                todo += [_at(*document, pointer) for document in documents]
+        if len(documents) > 1 and len(documents) * len(pointers) > _MAX_TARGETS:
+            raise bad_field(where, "these are too many schemas with `$id` for so many `$ref`")
+
+
+def _at(place: str, schema: dict[str, Any], pointer: str) -> tuple[str, Any]:
+    """What is at a JSON pointer (RFC 6901, without its first slash), with its place; else None."""
+    at: Any = schema
+    for token in pointer.split("/"):
+        key = token.replace("~1", "/").replace("~0", "~")
+        if isinstance(at, dict):
+            at, place = at.get(key), f"{place}.{key}"
+        elif isinstance(at, list) and key.isascii() and key.isdecimal() and int(key[:9]) < len(at):
+            at, place = at[int(key[:9])], f"{place}[{key}]"
+        else:
+            at = None
+    return place, at
 
 
 def ends_in_an_escape(regex: object) -> bool:

@@ -16,10 +16,11 @@ SECONDS = 1200
 class Server:
     """The command, and what it logs."""
 
-    def __init__(self, folder: Path, flags: str, **environ: str) -> None:
+    def __init__(self, folder: Path, flags: str, cwd: Path | None = None, **environ: str) -> None:
         command = [sys.executable, "-P", "-m", "cuengine.cli.main", "serve", str(folder)]
         self.process = subprocess.Popen(
             [*command, "--kv-cache-memory", "16MB", "--max-model-len", "128", *flags.split()],
+            cwd=cwd,
             env={**os.environ, **environ},
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -56,13 +57,13 @@ class Server:
         return match
 
 
-def start_server(folder: Path, flags: str, **environ: str) -> Server:
+def start_server(folder: Path, flags: str, cwd: Path | None = None, **environ: str) -> Server:
     """It serves, or says why it doesn't.
 
     Ray gives a node 30 seconds to start, which a busy machine may take longer for.
     """
     for attempts_left in (3, 2, 1, 0):
-        server = Server(folder, flags, **environ)
+        server = Server(folder, flags, cwd, **environ)
         try:
             outcome = server.until(
                 r"Serving .* at|replicas do not start|Ray cannot be started here"

@@ -25,10 +25,11 @@ class Workload:
     def __post_init__(self) -> None:
         """Raises ConfigError where a decode step leaves less than half of the tokens to prompts."""
         if 2 * self.batch > self.step_tokens:
+            most = self.step_tokens // 2
             raise ConfigError(
                 f"--batch {self.batch} needs --max-num-batched-tokens {2 * self.batch} or more, "
-                f"and it is {self.step_tokens}: raise that, or ask for a batch of at most "
-                f"{self.step_tokens // 2}"
+                f"and it is {self.step_tokens}: raise that"
+                + (f", or ask for a batch of at most {most}" if most else "")
             )
 
     @property

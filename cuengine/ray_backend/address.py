@@ -92,6 +92,8 @@ def _unreachable(host: str, port: int) -> str | None:
         try:
             peer.sendall(_PREFACE)
             answer = peer.recv(_FRAME_HEADER, socket.MSG_WAITALL)
+        except TimeoutError:
+            return f"something listens there, and does not answer within {_ANSWER_SECONDS:g} s"
         except OSError:
             answer = b""
     if len(answer) == _FRAME_HEADER and answer[_TYPE_AT] == _SETTINGS:

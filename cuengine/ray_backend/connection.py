@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import chdir
 
 import ray
 from ray._private.grpc_utils import init_grpc_channel
@@ -21,6 +22,8 @@ from cuengine.ray_backend.address import (
     cluster_address,
 )
 from cuengine.ray_backend.ray_log import LogLines, into_our_log
+
+logger = logging.getLogger("cuengine")
 
 _SECONDS_TO_ANSWER = 10.0
 
@@ -54,10 +57,14 @@ class Connection:
         into_our_log()
         sys.stdout = LogLines()
         try:
-            if cluster is None:
-                ray.init("local", include_dashboard=False, **quiet)
-            else:
-                ray.init(cluster, **quiet)
+            # Ray has its processes import from the working folder, too, ahead of what is installed.
+            with chdir("/"):
+                if cluster is None:
+                    logger.info("Starting Ray")
+                    ray.init("local", include_dashboard=False, **quiet)
+                else:
+                    logger.info("Joining the Ray cluster: %s", cluster)
+                    ray.init(cluster, **quiet)
         except Exception as error:  # a node that takes too long to start is an Exception, no more
             sys.stdout = self._stdout
             what = "started here" if cluster is None else f"reached at {cluster}"

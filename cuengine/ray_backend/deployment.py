@@ -205,13 +205,15 @@ class ServeFleet:
                 raise ConfigError(f"The replicas do not start: {failure_in(said)}")
             if time.monotonic() - told > _SECONDS_BETWEEN_WORDS:
                 told = time.monotonic()
-                logger.warning("Still starting: %s", self._progress(application))
+                logger.warning("Replicas are still being started: %s", self._progress(application))
         raise FleetGoneError("The application has been ended")
 
     def _progress(self, application: Any) -> str:
         """So that a cluster with too little for the replicas is noticed."""
         states = application.deployments[DEPLOYMENT].replica_states
-        counts = ", ".join(f"{n} replicas are {state.lower()}" for state, n in states.items())
+        counts = ", ".join(
+            f"{counted(n, 'replica')} {state.lower()}" for state, n in states.items()
+        )
         needed = {"CPU": self._settings.cpus, "GPU": _num_gpus(self._config.device)}
         all_, free = ray.cluster_resources(), ray.available_resources()
         has = ", ".join(

@@ -247,3 +247,19 @@ def test_a_second_server_updates_a_shared_application_and_the_first_one_s_end_lo
             assert second.process.wait(SECONDS) == 0
     assert applications() == {"shared"}
     serve.delete("shared")
+
+
+def test_replicas_are_what_is_installed_whatever_lies_in_the_working_folder(
+    tiny_chat_model: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "cuengine"
+    other.mkdir()
+    (other / "__init__.py").write_text("raise ImportError('not the one')")
+    server = start_server(tiny_chat_model, FLAGS, tmp_path)
+    try:
+        server.until(r"Serving .* at")
+        server.process.send_signal(signal.SIGHUP)
+        server.until("All replicas have been replaced")
+        assert "could not be looked at" not in "".join(server.log)
+    finally:
+        server.kill()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from cuengine.errors import RequestError
 from cuengine.grammar_schema import MAX_NUMBER, countable, problem_in
 
 Schema = dict[str, Any]
@@ -110,6 +111,12 @@ def test_bounds_are_moved_wherever_schemas_are_and_nowhere_else() -> None:
         ({"items": {"items": {"const": 2**53 + 1}}}, "json.items.items.const", "make it a string"),
         ({"enum": [0, {"a": [2**60]}]}, "json.enum", f"{2**60} is no number that a float holds"),
         ({"const": 10**400}, "json.const", "1000000"),
+        ({"$ref": "#/a/b", "a": {"b": {"multipleOf": 99999937}}}, "json.a.b.multipleOf", "10000"),
+        ({"items": {"$ref": "#/default/0/x~1y%25"}, "default": [{"x/y%": {"minimum": 1e300}}]},
+         "json.default[0].x/y%.minimum", "out of reach"),
+        ({"$ref": "#/a", "a": {"$ref": "#/b"}, "b": {"maximum": -1e19}}, "json.b.maximum", "9e+18"),
+        ({"$defs": {"d": {"$id": "u:d", "a": {"const": 2**53 + 1}}}, "$ref": "u:d#/a"},
+         "json.$defs.d.a.const", "make it a string"),
         ({"items": {"properties": {f"p{i}": {} for i in range(1503)}, "required": ["p0", "p1", 1]}},
          "json.items.properties", "1501 of them are optional, and at most 1500"),
     ],
@@ -122,6 +129,26 @@ def test_what_cannot_be_said_or_followed_is_refused_with_its_place(
     assert found[0] == place
     assert says in found[1]
     assert len(found[1]) < 150
+
+
+def test_references_to_nothing_and_to_themselves_come_to_an_end() -> None:
+    for pointer in ("", "a", "a/b", "a/99999999999", "a/-1", "c", "$ref", "c/\u0663"):
+        schema = {"$ref": f"#/{pointer}", "a": [{"$ref": "#/c"}], "c": {"items": {"$ref": "#/c"}}}
+        assert problem_in("json", schema) is None
+
+
+def test_bounds_are_moved_where_only_a_reference_leads() -> None:
+    far = {"maximum": 2**64 - 1}
+    moved = countable({"$ref": "#/const/x", "const": {"x": far, "y": far}})
+    assert moved["const"] == {"x": {"maximum": MAX_NUMBER}, "y": far}
+
+
+def test_references_are_not_looked_for_in_any_number_of_documents() -> None:
+    documents = {f"d{i}": {"$id": f"u:{i}"} for i in range(300)}
+    schema = {"$defs": documents, "anyOf": [{"$ref": f"u:0#/{i}"} for i in range(300)]}
+    with pytest.raises(RequestError, match="too many schemas with `\\$id`"):
+        problem_in("json", schema)
+    assert problem_in("json", {**schema, "$defs": {}}) is None
 
 
 def test_constants_that_floats_hold_are_fine() -> None:

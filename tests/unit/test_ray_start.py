@@ -56,16 +56,22 @@ def test_what_speaks_rays_protocol_is_reachable():
         check_reachable(f"127.0.0.1:{port}")
 
 
-@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"-ERR\r\n", b"", None])
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "what listens there is something else"),
+        (b"-ERR\r\n", "what listens there is something else"),
+        (b"", "what listens there is something else"),
+        (None, "something listens there, and does not answer within 0.1 s"),
+    ],
+)
 def test_a_port_of_something_else_is_said_to_be_that(
-    monkeypatch: pytest.MonkeyPatch, answer: bytes | None
+    monkeypatch: pytest.MonkeyPatch, answer: bytes | None, says: str
 ):
     monkeypatch.setattr(address, "_ANSWER_SECONDS", 0.1 if answer is None else 60)
     with listening(answer) as port, pytest.raises(ConfigError) as error:
         check_reachable(f"127.0.0.1:{port}")
-    assert f"no Ray cluster at 127.0.0.1:{port}: what listens there is something" in str(
-        error.value
-    )
+    assert f"no Ray cluster at 127.0.0.1:{port}: {says}" in str(error.value)
     assert "`ray start --head`" in str(error.value)
 
 
