@@ -18,6 +18,9 @@ from cuengine.batch import Float32
 Bits = Literal[4, 8]
 UInt8 = NDArray[np.uint8]
 
+GROUP_MULTIPLE = 4
+"""A group is a multiple of that: kernels take as many columns at once."""
+
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:

@@ -25,10 +25,21 @@ from cuengine.errors import ModelError
 from cuengine.model.config import ModelConfig
 from cuengine.model.layout import Part, all_parts, layer_groups, outer_parts
 from cuengine.model.llama import LayerWeights, LlamaWeights
+from cuengine.model.quantized_tensors import (
+    is_quantized,
+    read_quantized,
+    require_quantized,
+    saved_bytes,
+    tensor_names,
+)
 from cuengine.model.rope import cos_sin_table
 from cuengine.model.safetensors_file import Checkpoint
+from cuengine.quantized import QuantizedMatrix
 
 logger = logging.getLogger(__name__)
+
+_DEQUANTIZED_AT_ONCE = 2**20
+"""Numbers; some megabytes in float32, which stay in a cache."""
 
 _DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
@@ -48,14 +59,27 @@ def load_weights(
     checkpoint = _open_checked(folder, config)
     dtype = _DTYPES[device.dtype]
     table_bytes = 4 * max_model_len * config.head_dim
-    require_memory(weight_bytes(config, dtype.itemsize) + table_bytes, device, str(folder))
+    needed = weight_bytes(config, dtype.itemsize) + table_bytes
+    if device.keeps_quantized:
+        needed -= saved_bytes(checkpoint, all_parts(config), dtype.itemsize)
+    require_memory(needed, device, str(folder))
 
     def load(parts: Sequence[Part]) -> Array:
-        fused = _fused(checkpoint, parts, dtype)
-        array = device.upload_matrix(fused) if fused.ndim == 2 else device.upload(fused)
+        fused: NDArray[Any] | QuantizedMatrix
+        if is_quantized(checkpoint, parts[0]):
+            fused = read_quantized(checkpoint, parts)
+            if not device.keeps_quantized:
+                fused = _dequantized(fused, dtype)
+        else:
+            fused = _fused(checkpoint, parts, dtype)
+        if isinstance(fused, QuantizedMatrix) or fused.ndim == 2:
+            array = device.upload_matrix(fused)
+        else:
+            array = device.upload(fused)
         if array is not fused:
             for part in parts:
-                checkpoint.release(part.name)
+                for name in tensor_names(checkpoint, part):
+                    checkpoint.release(name)
         return array
 
     outer = {field: load([part]) for field, part in outer_parts(config).items()}
@@ -109,8 +133,11 @@ def _open_checked(folder: Path, config: ModelConfig) -> Checkpoint:
     checkpoint = Checkpoint(folder)
     parts = all_parts(config)
     for part in parts:
-        checkpoint.require(part.name, part.shape)
-    known = {part.name for part in parts} | {"lm_head.weight"}
+        if is_quantized(checkpoint, part):
+            require_quantized(checkpoint, part)
+        else:
+            checkpoint.require(part.name, part.shape)
+    known = {name for part in parts for name in tensor_names(checkpoint, part)} | {"lm_head.weight"}
     unknown = [
         name
         for name in checkpoint.tensors
@@ -144,3 +171,13 @@ def _fused(checkpoint: Checkpoint, parts: Sequence[Part], dtype: np.dtype[Any]) 
         checkpoint.release(part.name)
         row = end
     return fused
+
+
+def _dequantized(matrix: QuantizedMatrix, dtype: np.dtype[Any]) -> NDArray[Any]:
+    numbers = np.empty((matrix.out_features, matrix.in_features), dtype)
+    # Some megabytes at a time: float32 may be twice what dtype takes.
+    step = max(1, _DEQUANTIZED_AT_ONCE // matrix.in_features)
+    for start in range(0, matrix.out_features, step):
+        rows = matrix.rows(start, start + step)
+        numbers[start : start + step] = rows.dequantize()
+    return numbers

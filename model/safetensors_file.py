@@ -44,7 +44,9 @@ _NUMPY_DTYPES: dict[str, np.dtype[Any]] = {
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
+    "U8": np.dtype(np.uint8),
 }
+_FLOATS = ("F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +127,26 @@ class Checkpoint:
                 )
             self.tensors[name] = (file, entry)
 
-    def require(self, name: str, shape: Sequence[int]) -> None:
-        """Check that a tensor is there with this shape and a dtype that can be used."""
+    def shape(self, name: str) -> tuple[int, ...]:
+        """() for a tensor that is not there."""
+        return self.tensors[name][1].shape if name in self.tensors else ()
+
+    def num_bytes(self, name: str) -> int:
+        _, entry = self.tensors[name]
+        return entry.end - entry.start
+
+    def require(self, name: str, shape: Sequence[int], dtypes: Sequence[str] = _FLOATS) -> None:
+        """Check that a tensor is there with this shape and one of these dtypes."""
         if name not in self.tensors:
             raise ModelError(
                 f"{self.folder}: tensor {name!r} is missing from its {len(self.tensors)} tensors; "
                 "the model's config.json asks for it"
             )
         file, entry = self.tensors[name]
-        if entry.dtype not in _NUMPY_DTYPES:
+        if entry.dtype not in dtypes:
             raise ModelError(
                 f"{file.path}: tensor {name!r} has dtype {entry.dtype}, as quantized checkpoints "
-                f"do, which is not supported. Supported: {', '.join(_NUMPY_DTYPES)}"
+                f"do, which is not supported. Supported: {', '.join(dtypes)}"
             )
         if entry.shape != tuple(shape):
             raise ModelError(

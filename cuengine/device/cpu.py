@@ -23,9 +23,10 @@ from cuengine.device import numba_environment, numpy_kernels, sampler
 from cuengine.device.container import available_memory, cpu_quota
 from cuengine.device.interface import AttentionShape
 from cuengine.errors import CuengineError
+from cuengine.quantized import QuantizedMatrix
 
 if TYPE_CHECKING:
-    from cuengine.device.packed import Arena, PackedMatrix
+    from cuengine.device.packed import Arena, NarrowMatrix, PackedMatrix
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +125,7 @@ class CpuDevice:
     dtype = "float32"
     overlaps = False
     measures_memory = False
+    keeps_quantized = False
     compute_rate = 100e9
     weight_tokens = 16
     swap_rate = 5e9
@@ -144,6 +146,7 @@ class CpuDevice:
             from cuengine.device.packed import Arena
 
             self._arena = Arena()
+            self.keeps_quantized = True
             # Importing Numba takes a third of a second, loading kernels from their cache more than
             # that, compiling them, where it is cold, half a minute. Meanwhile, other cores load
             # weights.
@@ -176,13 +179,15 @@ class CpuDevice:
             return np.ascontiguousarray(array)
         return np.ascontiguousarray(array, dtype=np.float32)
 
-    def upload_matrix(self, array: NDArray[Any]) -> Any:
-        weight = self.upload(array)
+    def upload_matrix(self, weight: NDArray[Any] | QuantizedMatrix) -> Any:
         if self._arena is None:
-            return weight
-        from cuengine.device.packed import pack
+            assert not isinstance(weight, QuantizedMatrix)
+            return self.upload(weight)
+        from cuengine.device.packed import pack, pack_narrow
 
-        return pack(weight, self._arena)
+        if isinstance(weight, QuantizedMatrix):
+            return pack_narrow(weight, self._arena)
+        return pack(self.upload(weight), self._arena)
 
     def download(self, array: NDArray[Any]) -> NDArray[Any]:
         return array
@@ -220,12 +225,12 @@ class CpuDevice:
     def replay(self, staged: Batch, body: Callable[[], Float32]) -> Float32:
         return body()
 
-    def embedding(self, weight: Float32 | PackedMatrix, staged: Batch) -> Float32:
+    def embedding(self, weight: Float32 | PackedMatrix | NarrowMatrix, staged: Batch) -> Float32:
         ids = staged.token_ids
         return weight[ids] if isinstance(weight, np.ndarray) else weight.rows(ids)
 
     def linear(
-        self, x: Float32, weight: Float32 | PackedMatrix, bias: Float32 | None = None
+        self, x: Float32, weight: Float32 | PackedMatrix | NarrowMatrix, bias: Float32 | None = None
     ) -> Float32:
         width = len(weight) if isinstance(weight, np.ndarray) else weight.out_features
         out = self._results.take("linear", len(x), width)

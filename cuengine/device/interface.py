@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from cuengine.batch import Batch, PendingOutput, SamplingBatch
+from cuengine.quantized import QuantizedMatrix
 
 Array = Any
 """An array in the device's memory (numpy.ndarray on `cpu`, cupy.ndarray on `cuda`)."""
@@ -78,6 +79,7 @@ class Device(Protocol):
     overlaps      calls return before their work is done, so that the engine schedules and builds
                   the next step meanwhile
     measures_memory  the largest step has to be run once before `kv_cache_budget` is asked
+    keeps_quantized  `upload_matrix` takes a QuantizedMatrix, too, and computes with its bits
     compute_rate  floating-point operations a second in long prompts, about
     weight_tokens  tokens in a step whose arithmetic takes as long as reading the weights, about; it
                   decides how many tokens are worth guessing
@@ -89,6 +91,7 @@ class Device(Protocol):
     dtype: str
     overlaps: bool
     measures_memory: bool
+    keeps_quantized: bool
     compute_rate: float
     weight_tokens: int
     swap_rate: float
@@ -109,7 +112,7 @@ class Device(Protocol):
         """The array in device memory, in its own dtype (float32 on `cpu`). May be the argument."""
         ...
 
-    def upload_matrix(self, array: NDArray[Any]) -> Array:
+    def upload_matrix(self, weight: NDArray[Any] | QuantizedMatrix) -> Array:
         """A weight [out, in] for `linear` or `embedding`, laid out as this device multiplies it."""
         ...
 

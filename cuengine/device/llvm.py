@@ -85,19 +85,20 @@ def loop(
     k = builder.phi(I64)
     carried = [builder.phi(total.type) for total in sums]
     added = body(k, carried)
+    last = builder.block  # not the one it began with, where body has loops of its own
     following = builder.add(k, I64(step))
     k.add_incoming(start, before)
-    k.add_incoming(following, inner)
+    k.add_incoming(following, last)
     for phi, first, later in zip(carried, sums, added, strict=True):
         phi.add_incoming(first, before)
-        phi.add_incoming(later, inner)
+        phi.add_incoming(later, last)
     builder.cbranch(builder.icmp_signed("<", following, end), inner, after)
 
     builder.position_at_end(after)
     results = [builder.phi(total.type) for total in sums]
     for phi, first, later in zip(results, sums, added, strict=True):
         phi.add_incoming(first, before)
-        phi.add_incoming(later, inner)
+        phi.add_incoming(later, last)
     return results
 
 

@@ -12,10 +12,10 @@ from cuengine.batch import Batch, Float32
 from cuengine.device.interface import AttentionShape
 
 if TYPE_CHECKING:
-    from cuengine.device.packed import PackedMatrix
+    from cuengine.device.packed import NarrowMatrix, PackedMatrix
 
 
-def linear(x: Float32, weight: Float32 | PackedMatrix, out: Float32) -> None:
+def linear(x: Float32, weight: Float32 | PackedMatrix | NarrowMatrix, out: Float32) -> None:
     if isinstance(weight, np.ndarray):
         np.matmul(x, weight.T, out=out)
     else:

@@ -8,15 +8,19 @@ High-Performance Matrix Multiplication", 2008).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import prange, types
+from llvmlite import ir
+from numba import get_num_threads, prange, types
 
 from cuengine.batch import Float32
 from cuengine.device.llvm import (
+    I32,
     I64,
     LANES,
+    VECTOR,
     WIDE,
     ZERO,
     at,
@@ -29,14 +33,82 @@ from cuengine.device.llvm import (
     switch_rows,
 )
 from cuengine.device.numba_setup import intrinsic, njit
-from cuengine.device.packed import LINE, PANEL, VECTORS, PackedMatrix
+from cuengine.device.packed import LINE, PANEL, VECTORS, NarrowMatrix, PackedMatrix
+from cuengine.quantized import GROUP_MULTIPLE, UInt8
 
 ROWS = 12 if WIDE else 6
 """ROWS * VECTORS sums, VECTORS of w and one of x: 27 of AVX-512's 32 registers, 15 of AVX2's 16."""
 
-_UNROLL = 4
+_UNROLL = GROUP_MULTIPLE
 _LINES_AHEAD = _UNROLL * PANEL * 4 // LINE // 4
 """Cache lines of the next panel fetched per unrolled step: a tile fetches at most a quarter."""
+
+
+Weights = Callable[[Any, Any], list[Any]]
+"""Emits the load of column k of a panel, as VECTORS vectors, from (builder, k)."""
+
+
+def _panel_weights(panel: Any) -> Weights:
+    """Of a panel float32 [depth, PANEL] at that address."""
+
+    def weights(builder: Any, k: Any) -> list[Any]:
+        start = at(builder, panel, builder.mul(k, I64(PANEL)))
+        return [
+            load(builder, at(builder, start, I64(vector * LANES)), align=LINE)
+            for vector in range(VECTORS)
+        ]
+
+    return weights
+
+
+def _narrow_weights(bits: int, codes: Any, scales: Any, offsets: Any) -> Weights:
+    """Of a panel of codes; scales and offsets are the addresses of its group's PANEL floats each."""
+    few = ir.VectorType(ir.IntType(8), LANES)
+    wide = ir.VectorType(I32, LANES)
+
+    def weights(builder: Any, k: Any) -> list[Any]:
+        start = builder.add(codes, builder.mul(k, I64(PANEL * bits // 8)))
+        loaded = [
+            builder.zext(load(builder, builder.add(start, I64(LANES * i)), few, align=1), wide)
+            for i in range(VECTORS * bits // 8)
+        ]
+        if bits == 4:
+            (both,) = loaded
+            loaded = [
+                builder.and_(both, ir.Constant(wide, [15] * LANES)),
+                builder.lshr(both, ir.Constant(wide, [4] * LANES)),
+            ]
+        numbers = []
+        for vector, code in enumerate(loaded):
+            place = I64(4 * LANES * vector)
+            scale, offset = (load(builder, builder.add(a, place)) for a in (scales, offsets))
+            numbers.append(fma(builder, builder.sitofp(code, VECTOR), scale, offset))
+        return numbers
+
+    return weights
+
+
+def _add_products(
+    builder: Any, x_rows: list[Any], weights: Weights, k: Any, sums: list[Any]
+) -> list[Any]:
+    column = weights(builder, k)
+    added = []
+    for row, x_row in enumerate(x_rows):
+        value = broadcast(builder, at(builder, x_row, k))
+        for vector in range(VECTORS):
+            added.append(fma(builder, value, column[vector], sums[row * VECTORS + vector]))
+    return added
+
+
+def _rows_at(builder: Any, x: Any, depth: Any, count: int) -> list[Any]:
+    return [at(builder, x, builder.mul(depth, I64(row))) for row in range(count)]
+
+
+def _store_sums(builder: Any, sums: list[Any], out: Any, width: Any) -> None:
+    for index, total in enumerate(sums):
+        row, vector = divmod(index, VECTORS)
+        position = builder.add(builder.mul(width, I64(row)), I64(vector * LANES))
+        store(builder, total, at(builder, out, position))
 
 
 @intrinsic
@@ -59,22 +131,11 @@ def _tile(
 
     def emit_rows(builder: Any, count: int, arguments: list[Any]) -> None:
         x, depth, panel, out, width, ahead, pace = arguments
-        x_rows = [at(builder, x, builder.mul(depth, I64(row))) for row in range(count)]
+        x_rows, weights = _rows_at(builder, x, depth, count), _panel_weights(panel)
         unrolled = builder.and_(depth, I64(-_UNROLL))
 
         def add_products(k: Any, sums: list[Any]) -> list[Any]:
-            start = at(builder, panel, builder.mul(k, I64(PANEL)))
-            weights = [
-                load(builder, at(builder, start, I64(vector * LANES)), align=LINE)
-                for vector in range(VECTORS)
-            ]
-            added = []
-            for row in range(count):
-                value = broadcast(builder, at(builder, x_rows[row], k))
-                for vector in range(VECTORS):
-                    total = sums[row * VECTORS + vector]
-                    added.append(fma(builder, value, weights[vector], total))
-            return added
+            return _add_products(builder, x_rows, weights, k, sums)
 
         def add_unrolled(k: Any, sums: list[Any]) -> list[Any]:
             line = builder.add(ahead, builder.mul(k, pace))
@@ -87,12 +148,94 @@ def _tile(
         sums = [ZERO] * (count * VECTORS)
         sums = loop(builder, I64(0), unrolled, _UNROLL, sums, add_unrolled)
         sums = loop(builder, unrolled, depth, 1, sums, add_products)
-        for index, total in enumerate(sums):
-            row, vector = divmod(index, VECTORS)
-            position = builder.add(builder.mul(width, I64(row)), I64(vector * LANES))
-            store(builder, total, at(builder, out, position))
+        _store_sums(builder, sums, out, width)
 
     return types.void(*[types.intp] * 8), switch_rows(ROWS, emit_rows)
+
+
+def _narrow_tile(bits: int) -> Any:
+    """_tile for a panel of codes, whose columns become floats in registers."""
+
+    @intrinsic
+    def tile(
+        typing: Any,
+        rows: Any,
+        x: Any,
+        depth: Any,
+        codes: Any,
+        scales: Any,
+        offsets: Any,
+        group: Any,
+        out: Any,
+        width: Any,
+    ) -> tuple[Any, Any]:
+        def emit_rows(builder: Any, count: int, arguments: list[Any]) -> None:
+            x, depth, codes, scales, offsets, group, out, width = arguments
+            x_rows = _rows_at(builder, x, depth, count)
+
+            def add_group(place: Any, sums: list[Any]) -> list[Any]:
+                first = builder.mul(place, group)
+                here = builder.mul(place, I64(4 * PANEL))
+                weights = _narrow_weights(
+                    bits, codes, builder.add(scales, here), builder.add(offsets, here)
+                )
+
+                def add_unrolled(k: Any, sums: list[Any]) -> list[Any]:
+                    for step in range(_UNROLL):
+                        k_here = builder.add(k, I64(step))
+                        sums = _add_products(builder, x_rows, weights, k_here, sums)
+                    return sums
+
+                after = builder.add(first, group)
+                return loop(builder, first, after, _UNROLL, sums, add_unrolled)
+
+            sums = [ZERO] * (count * VECTORS)
+            sums = loop(builder, I64(0), builder.sdiv(depth, group), 1, sums, add_group)
+            _store_sums(builder, sums, out, width)
+
+        return types.void(*[types.intp] * 9), switch_rows(ROWS, emit_rows)
+
+    return tile
+
+
+def _unpack(bits: int) -> Any:
+    """(codes, scales, offsets, depth, group, panel): the panel float32 [depth, PANEL] of codes."""
+
+    @intrinsic
+    def unpack(
+        typing: Any, codes: Any, scales: Any, offsets: Any, depth: Any, group: Any, panel: Any
+    ) -> tuple[Any, Any]:
+        def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            codes, scales, offsets, depth, group, panel = arguments
+
+            def unpack_group(place: Any, none: list[Any]) -> list[Any]:
+                first = builder.mul(place, group)
+                here = builder.mul(place, I64(4 * PANEL))
+                weights = _narrow_weights(
+                    bits, codes, builder.add(scales, here), builder.add(offsets, here)
+                )
+
+                def unpack_unrolled(k: Any, none: list[Any]) -> list[Any]:
+                    for step in range(_UNROLL):
+                        k_here = builder.add(k, I64(step))
+                        to = at(builder, panel, builder.mul(k_here, I64(PANEL)))
+                        for vector, numbers in enumerate(weights(builder, k_here)):
+                            store(builder, numbers, at(builder, to, I64(vector * LANES)))
+                    return none
+
+                after = builder.add(first, group)
+                return loop(builder, first, after, _UNROLL, none, unpack_unrolled)
+
+            loop(builder, I64(0), builder.sdiv(depth, group), 1, [], unpack_group)
+            return context.get_dummy_value()
+
+        return types.void(*[types.intp] * 6), emit
+
+    return unpack
+
+
+_tile_4, _tile_8 = _narrow_tile(4), _narrow_tile(8)
+_unpack_4, _unpack_8 = _unpack(4), _unpack(8)
 
 
 @njit("void(float32[:, ::1], float32[:, :, ::1], float32[:, ::1])", parallel=True, cache=True)
@@ -117,12 +260,88 @@ def _linear(x: Float32, panels: Float32, out: Float32) -> None:
             _tile(rows, x_at, depth, panel_at, out_at, width, ahead, pace)
 
 
-def linear(x: Float32, weight: PackedMatrix, out: Float32) -> None:
+@njit(
+    "void(float32[:, ::1], uint8[:, :, ::1], float32[:, :, ::1], float32[:, :, ::1],"
+    " float32[:, ::1], int64, int64)",
+    parallel=True,
+    cache=True,
+)
+def _linear_narrow(
+    x: Float32,
+    codes: UInt8,
+    scales: Float32,
+    offsets: Float32,
+    out: Float32,
+    num_parts: int,
+    fused: int,
+) -> None:
+    num_rows, depth = x.shape
+    width = out.shape[1]
+    num_panels = codes.shape[0]
+    column_bytes = codes.shape[2]
+    num_groups = scales.shape[1]
+    group = depth // num_groups
+    num_tiles = (num_rows + ROWS - 1) // ROWS
+    for part in prange(num_parts):
+        scratch = np.empty(depth * PANEL + LINE, np.float32)
+        panel_at = (scratch.ctypes.data + LINE - 1) // LINE * LINE
+        for panel in range(part * num_panels // num_parts, (part + 1) * num_panels // num_parts):
+            codes_at = codes.ctypes.data + panel * depth * column_bytes
+            scales_at = scales.ctypes.data + 4 * panel * num_groups * PANEL
+            offsets_at = offsets.ctypes.data + 4 * panel * num_groups * PANEL
+            out_at = out.ctypes.data + 4 * PANEL * panel
+            if num_tiles <= fused:
+                for index in range(num_tiles):
+                    row = index * num_rows // num_tiles
+                    rows = (index + 1) * num_rows // num_tiles - row
+                    x_at = x.ctypes.data + 4 * row * depth
+                    to = out_at + 4 * row * width
+                    if column_bytes == PANEL:
+                        _tile_8(
+                            rows, x_at, depth, codes_at, scales_at, offsets_at, group, to, width
+                        )
+                    else:
+                        _tile_4(
+                            rows, x_at, depth, codes_at, scales_at, offsets_at, group, to, width
+                        )
+            else:
+                if column_bytes == PANEL:
+                    _unpack_8(codes_at, scales_at, offsets_at, depth, group, panel_at)
+                else:
+                    _unpack_4(codes_at, scales_at, offsets_at, depth, group, panel_at)
+                for index in range(num_tiles):
+                    row = index * num_rows // num_tiles
+                    rows = (index + 1) * num_rows // num_tiles - row
+                    x_at = x.ctypes.data + 4 * row * depth
+                    to = out_at + 4 * row * width
+                    _tile(rows, x_at, depth, panel_at, to, width, panel_at, 0)
+
+
+def linear(x: Float32, weight: PackedMatrix | NarrowMatrix, out: Float32) -> None:
     """x float32 [num_rows, in_features] @ weight.T -> out float32 [num_rows, out_features]."""
     x = np.ascontiguousarray(x)
     whole, rest = divmod(weight.out_features, PANEL)
-    _linear(x, weight.panels[:whole], out)
+    _panels(x, weight, slice(whole), out)
     if rest:
         last = np.empty((len(x), PANEL), np.float32)
-        _linear(x, weight.panels[whole:], last)
+        _panels(x, weight, slice(whole, None), last)
         out[:, whole * PANEL :] = last[:, :rest]
+
+
+FUSED = 1
+
+
+def _panels(x: Float32, weight: PackedMatrix | NarrowMatrix, part: slice, out: Float32) -> None:
+    """out may be wider than the panels, but not narrower."""
+    if isinstance(weight, PackedMatrix):
+        _linear(x, weight.panels[part], out)
+    else:
+        _linear_narrow(
+            x,
+            weight.codes[part],
+            weight.scales[part],
+            weight.offsets[part],
+            out,
+            get_num_threads(),
+            FUSED,
+        )

@@ -35,6 +35,7 @@ from cuengine.device.cuda.staging import Staging, Uploader, aligned
 from cuengine.device.interface import LOGITS_ROWS, AttentionShape, StepLimits
 from cuengine.device.kernel_variants import HEAD_DIMS
 from cuengine.errors import ConfigError, ModelError
+from cuengine.quantized import QuantizedMatrix
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class CudaDevice:
     """
 
     overlaps = True
+    keeps_quantized = False
     measures_memory = True
     swap_rate = _SWAP_RATE
 
@@ -108,14 +110,15 @@ class CudaDevice:
     def upload(self, array: NDArray[Any]) -> DeviceArray:
         return self._uploader.upload(array)
 
-    def upload_matrix(self, array: NDArray[Any]) -> DeviceArray:
+    def upload_matrix(self, weight: NDArray[Any] | QuantizedMatrix) -> DeviceArray:
         """Raises ModelError for rows that kernels cannot read 16 bytes at a time."""
-        if array.shape[1] % self._vector:
+        assert not isinstance(weight, QuantizedMatrix)
+        if weight.shape[1] % self._vector:
             raise ModelError(
-                f"a weight of shape {array.shape}: the CUDA kernels need rows that are a multiple "
+                f"a weight of shape {weight.shape}: the CUDA kernels need rows that are a multiple "
                 f"of {self._vector} {self.dtype} elements. Use --device cpu for this model"
             )
-        return self._uploader.upload(array)
+        return self._uploader.upload(weight)
 
     def download(self, array: DeviceArray) -> NDArray[Any]:
         target = self.runtime.pinned(array.shape, array.dtype)
