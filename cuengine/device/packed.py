@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cuengine.batch import Float32, Int32
 from cuengine.device.llvm import LANES
-from cuengine.quantized import QuantizedMatrix, UInt8
+from cuengine.quantized import Bits, QuantizedMatrix, UInt8
 
 VECTORS = 2
 PANEL = LANES * VECTORS
@@ -52,48 +52,66 @@ class PackedMatrix:
 class NarrowMatrix:
     """A weight [out_features, in_features] of 4 or 8 bits: numbers are scale * code + offset.
 
-    codes    uint8 [ceil(out_features / PANEL), in_features, PANEL * bits / 8]; of 4 bits, byte j
-             has the code of the panel's row j in its low half, and that of LANES + j in its high
-    scales   float32 [ceil(out_features / PANEL), in_features / group, PANEL], 0 in rows too many
-    offsets  the same
+    groups  uint8 [ceil(out_features / PANEL), in_features / group, group bytes]: for each group of
+            columns the PANEL scales and PANEL offsets, float32, and then its codes, uint8
+            [group, PANEL * bits / 8]. So products read memory from one end to the other. Of 4 bits,
+            byte j of a column has the code of the panel's row j in its low half, and that of row
+            LANES + j in its high half.
     """
 
-    codes: UInt8
-    scales: Float32
-    offsets: Float32
+    groups: UInt8
     out_features: int
+    in_features: int
+    bits: Bits
+
+    @classmethod
+    def empty(cls, like: QuantizedMatrix, arena: Arena) -> NarrowMatrix:
+        """Room for that one."""
+        num_bytes = 2 * 4 * PANEL + like.group * PANEL * like.bits // 8
+        num_panels, num_groups = -(-like.out_features // PANEL), like.scales.shape[1]
+        groups = arena.bytes(num_panels, num_groups, num_bytes)
+        return cls(groups, like.out_features, like.in_features, like.bits)
+
+    @property
+    def group(self) -> int:
+        """Columns that share scales and offsets."""
+        return self.in_features // self.groups.shape[1]
+
+    @property
+    def scales(self) -> Float32:
+        """float32 [panels, in / group, PANEL], in place."""
+        return self.groups[:, :, : 4 * PANEL].view(np.float32)
+
+    @property
+    def offsets(self) -> Float32:
+        """The same."""
+        return self.groups[:, :, 4 * PANEL : 8 * PANEL].view(np.float32)
+
+    @property
+    def codes(self) -> UInt8:
+        """uint8 [panels, in / group, group, PANEL * bits / 8], in place."""
+        num_panels, num_groups, _ = self.groups.shape
+        codes = self.groups[:, :, 8 * PANEL :]
+        return codes.reshape(num_panels, num_groups, self.group, -1)
 
     def rows(self, ids: Int32) -> Float32:
         """float32 [len(ids), in_features]: rows of the weight, as an embedding takes them."""
         panels, places = ids // PANEL, ids % PANEL
-        if self.codes.shape[2] == PANEL:
-            codes = self.codes[panels, :, places]
+        if self.bits == 8:
+            codes = self.codes[panels, :, :, places]
         else:
-            high = places // LANES
-            codes = (
-                self.codes[panels, :, places % LANES] >> (4 * high[:, None]).astype(np.uint8) & 15
-            )
-        scales, offsets = self.scales[panels, :, places], self.offsets[panels, :, places]
-        return _numbers(codes, scales, offsets, axis=1)
+            both = self.codes[panels, :, :, places % LANES]
+            codes = np.where(places[:, None, None] < LANES, both & 15, both >> 4)
+        numbers = codes.astype(np.float32)
+        numbers *= self.scales[panels, :, places][:, :, None]
+        numbers += self.offsets[panels, :, places][:, :, None]
+        return numbers.reshape(len(ids), -1)
 
     def multiply(self, x: Float32, out: Float32) -> None:
         """The product in NumPy, for where Numba turns out not to work."""
-        for panel, packed in enumerate(self.codes):
-            codes = packed
-            if packed.shape[1] != PANEL:
-                codes = np.concatenate([packed & 15, packed >> 4], axis=1)
-            weight = _numbers(codes, self.scales[panel], self.offsets[panel], axis=0)
-            columns = out[:, panel * PANEL : (panel + 1) * PANEL]
-            columns[:] = (x @ weight)[:, : columns.shape[1]]
-
-
-def _numbers(codes: UInt8, scales: Float32, offsets: Float32, *, axis: int) -> Float32:
-    """float32: what codes stand for. axis: that of the input, along which groups lie."""
-    group = codes.shape[axis] // scales.shape[axis]
-    numbers = codes.astype(np.float32)
-    numbers *= np.repeat(scales, group, axis)
-    numbers += np.repeat(offsets, group, axis)
-    return numbers
+        for first in range(0, self.out_features, PANEL):
+            ids = np.arange(first, min(first + PANEL, self.out_features), dtype=np.int32)
+            out[:, ids] = x @ self.rows(ids).T
 
 
 class Arena:
@@ -138,23 +156,18 @@ def pack(weight: Float32, arena: Arena) -> PackedMatrix:
 
 def pack_narrow(weight: QuantizedMatrix, arena: Arena) -> NarrowMatrix:
     """The same for a weight of 4 or 8 bits."""
-    num_panels, width = -(-weight.out_features // PANEL), weight.in_features
-    num_groups = weight.scales.shape[1]
-    codes = arena.bytes(num_panels, width, PANEL * weight.bits // 8)
-    scales, offsets = (arena.floats(num_panels, num_groups, PANEL) for _ in range(2))
-    _fill_panels(scales, weight.scales)
-    _fill_panels(offsets, weight.offsets)
-    if weight.bits == 8:
-        _fill_panels(codes, weight.codes)
-    else:
-        # The halves of a panel's rows, each of the halves of a row.
-        half = width // 2
-        panels = np.empty((num_panels, half, PANEL), np.uint8)
-        _fill_panels(panels, weight.codes)
-        low, high = panels[:, :, :LANES], panels[:, :, LANES:]
-        np.bitwise_or(low & 15, high << 4, out=codes[:, :half])
-        np.bitwise_or(low >> 4, high & 0xF0, out=codes[:, half:])
-    return NarrowMatrix(codes, scales, offsets, weight.out_features)
+    narrow = NarrowMatrix.empty(weight, arena)
+    _fill_panels(narrow.scales, weight.scales)
+    _fill_panels(narrow.offsets, weight.offsets)
+    num_panels, num_groups, group, _ = narrow.codes.shape
+    columns = np.empty((num_panels, weight.codes.shape[1], PANEL), np.uint8)
+    _fill_panels(columns, weight.codes)
+    if weight.bits == 4:
+        # Each byte of a row has two columns; each of a column is to have two rows.
+        left, right = columns[:, :, :LANES], columns[:, :, LANES:]
+        columns = np.concatenate([left & 15 | right << 4, left >> 4 | right & 0xF0], axis=1)
+    narrow.codes[:] = columns.reshape(num_panels, num_groups, group, -1)
+    return narrow
 
 
 def _fill_panels(panels: NDArray[Any], rows: NDArray[Any]) -> None:

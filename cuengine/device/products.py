@@ -1,4 +1,4 @@
-"""Matrix products with packed weights, in Numba: y = x @ w.T for float32 x and w.
+"""Matrix products with packed weights, in Numba: y = x @ w.T for float32 x, w of float32 or codes.
 
 One thread computes whole panels; a panel stays in its L2 cache while tile after tile of rows of x
 goes over it, and the next one is fetched meanwhile. A tile, up to ROWS rows of x times one panel,
@@ -40,6 +40,8 @@ ROWS = 12 if WIDE else 6
 """ROWS * VECTORS sums, VECTORS of w and one of x: 27 of AVX-512's 32 registers, 15 of AVX2's 16."""
 
 _UNROLL = GROUP_MULTIPLE
+_FEW_ROWS = ROWS * 2 // 3
+"""Up to so many, codes are multiplied as they are read; for more, a panel is unpacked first."""
 _LINES_AHEAD = _UNROLL * PANEL * 4 // LINE // 4
 """Cache lines of the next panel fetched per unrolled step: a tile fetches at most a quarter."""
 
@@ -61,15 +63,24 @@ def _panel_weights(panel: Any) -> Weights:
     return weights
 
 
-def _narrow_weights(bits: int, codes: Any, scales: Any, offsets: Any) -> Weights:
-    """Of a panel of codes; scales and offsets are the addresses of its group's PANEL floats each."""
-    few = ir.VectorType(ir.IntType(8), LANES)
-    wide = ir.VectorType(I32, LANES)
+def _group_weights(builder: Any, bits: int, groups: Any, index: Any, group: Any) -> Weights:
+    """Of a group's columns, k counted from its first. groups: a panel's, as NarrowMatrix has it."""
+    group_bytes = builder.add(I64(8 * PANEL), builder.mul(group, I64(PANEL * bits // 8)))
+    record = builder.add(groups, builder.mul(index, group_bytes))
+    few, wide = ir.VectorType(ir.IntType(8), LANES), ir.VectorType(I32, LANES)
+    scales, offsets = (
+        [
+            load(builder, at(builder, record, I64(first + LANES * vector)), align=LINE)
+            for vector in range(VECTORS)
+        ]
+        for first in (0, PANEL)
+    )
+    codes = at(builder, record, I64(2 * PANEL))
 
     def weights(builder: Any, k: Any) -> list[Any]:
         start = builder.add(codes, builder.mul(k, I64(PANEL * bits // 8)))
         loaded = [
-            builder.zext(load(builder, builder.add(start, I64(LANES * i)), few, align=1), wide)
+            builder.zext(load(builder, builder.add(start, I64(LANES * i)), few, align=LANES), wide)
             for i in range(VECTORS * bits // 8)
         ]
         if bits == 4:
@@ -78,20 +89,18 @@ def _narrow_weights(bits: int, codes: Any, scales: Any, offsets: Any) -> Weights
                 builder.and_(both, ir.Constant(wide, [15] * LANES)),
                 builder.lshr(both, ir.Constant(wide, [4] * LANES)),
             ]
-        numbers = []
-        for vector, code in enumerate(loaded):
-            place = I64(4 * LANES * vector)
-            scale, offset = (load(builder, builder.add(a, place)) for a in (scales, offsets))
-            numbers.append(fma(builder, builder.sitofp(code, VECTOR), scale, offset))
-        return numbers
+        return [
+            fma(builder, builder.sitofp(code, VECTOR), scale, offset)
+            for code, scale, offset in zip(loaded, scales, offsets, strict=True)
+        ]
 
     return weights
 
 
 def _add_products(
-    builder: Any, x_rows: list[Any], weights: Weights, k: Any, sums: list[Any]
+    builder: Any, x_rows: list[Any], k: Any, column: list[Any], sums: list[Any]
 ) -> list[Any]:
-    column = weights(builder, k)
+    """The sums with a column's products, of x at k and the column's vectors."""
     added = []
     for row, x_row in enumerate(x_rows):
         value = broadcast(builder, at(builder, x_row, k))
@@ -135,7 +144,7 @@ def _tile(
         unrolled = builder.and_(depth, I64(-_UNROLL))
 
         def add_products(k: Any, sums: list[Any]) -> list[Any]:
-            return _add_products(builder, x_rows, weights, k, sums)
+            return _add_products(builder, x_rows, k, weights(builder, k), sums)
 
         def add_unrolled(k: Any, sums: list[Any]) -> list[Any]:
             line = builder.add(ahead, builder.mul(k, pace))
@@ -154,82 +163,74 @@ def _tile(
 
 
 def _narrow_tile(bits: int) -> Any:
-    """_tile for a panel of codes, whose columns become floats in registers."""
+    """The same for a panel of codes, which become floats in registers; for few rows."""
 
     @intrinsic
     def tile(
         typing: Any,
         rows: Any,
         x: Any,
-        depth: Any,
-        codes: Any,
-        scales: Any,
-        offsets: Any,
+        groups: Any,
+        num_groups: Any,
         group: Any,
         out: Any,
         width: Any,
     ) -> tuple[Any, Any]:
         def emit_rows(builder: Any, count: int, arguments: list[Any]) -> None:
-            x, depth, codes, scales, offsets, group, out, width = arguments
-            x_rows = _rows_at(builder, x, depth, count)
+            x, groups, num_groups, group, out, width = arguments
+            x_rows = _rows_at(builder, x, builder.mul(num_groups, group), count)
 
-            def add_group(place: Any, sums: list[Any]) -> list[Any]:
-                first = builder.mul(place, group)
-                here = builder.mul(place, I64(4 * PANEL))
-                weights = _narrow_weights(
-                    bits, codes, builder.add(scales, here), builder.add(offsets, here)
-                )
+            def add_group(index: Any, sums: list[Any]) -> list[Any]:
+                weights = _group_weights(builder, bits, groups, index, group)
+                first = builder.mul(index, group)
 
                 def add_unrolled(k: Any, sums: list[Any]) -> list[Any]:
                     for step in range(_UNROLL):
-                        k_here = builder.add(k, I64(step))
-                        sums = _add_products(builder, x_rows, weights, k_here, sums)
+                        here = builder.add(k, I64(step))
+                        place, column = builder.add(first, here), weights(builder, here)
+                        sums = _add_products(builder, x_rows, place, column, sums)
                     return sums
 
-                after = builder.add(first, group)
-                return loop(builder, first, after, _UNROLL, sums, add_unrolled)
+                return loop(builder, I64(0), group, _UNROLL, sums, add_unrolled)
 
             sums = [ZERO] * (count * VECTORS)
-            sums = loop(builder, I64(0), builder.sdiv(depth, group), 1, sums, add_group)
+            sums = loop(builder, I64(0), num_groups, 1, sums, add_group)
             _store_sums(builder, sums, out, width)
 
-        return types.void(*[types.intp] * 9), switch_rows(ROWS, emit_rows)
+        return types.void(*[types.intp] * 7), switch_rows(_FEW_ROWS, emit_rows)
 
     return tile
 
 
 def _unpack(bits: int) -> Any:
-    """(codes, scales, offsets, depth, group, panel): the panel float32 [depth, PANEL] of codes."""
+    """(groups, num_groups, group, panel): the panel float32 [depth, PANEL] of codes."""
 
     @intrinsic
     def unpack(
-        typing: Any, codes: Any, scales: Any, offsets: Any, depth: Any, group: Any, panel: Any
+        typing: Any, groups: Any, num_groups: Any, group: Any, panel: Any
     ) -> tuple[Any, Any]:
         def emit(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-            codes, scales, offsets, depth, group, panel = arguments
+            groups, num_groups, group, panel = arguments
 
-            def unpack_group(place: Any, none: list[Any]) -> list[Any]:
-                first = builder.mul(place, group)
-                here = builder.mul(place, I64(4 * PANEL))
-                weights = _narrow_weights(
-                    bits, codes, builder.add(scales, here), builder.add(offsets, here)
-                )
+            def unpack_group(index: Any, none: list[Any]) -> list[Any]:
+                weights = _group_weights(builder, bits, groups, index, group)
+                first = builder.mul(index, group)
 
                 def unpack_unrolled(k: Any, none: list[Any]) -> list[Any]:
                     for step in range(_UNROLL):
-                        k_here = builder.add(k, I64(step))
-                        to = at(builder, panel, builder.mul(k_here, I64(PANEL)))
-                        for vector, numbers in enumerate(weights(builder, k_here)):
-                            store(builder, numbers, at(builder, to, I64(vector * LANES)))
+                        here = builder.add(k, I64(step))
+                        place = builder.mul(builder.add(first, here), I64(PANEL))
+                        for vector, numbers in enumerate(weights(builder, here)):
+                            to = builder.add(place, I64(vector * LANES))
+                            store(builder, numbers, at(builder, panel, to))
                     return none
 
-                after = builder.add(first, group)
-                return loop(builder, first, after, _UNROLL, none, unpack_unrolled)
+                return loop(builder, I64(0), group, _UNROLL, none, unpack_unrolled)
 
-            loop(builder, I64(0), builder.sdiv(depth, group), 1, [], unpack_group)
+            loop(builder, I64(0), num_groups, 1, [], unpack_group)
             return context.get_dummy_value()
 
-        return types.void(*[types.intp] * 6), emit
+        return types.void(*[types.intp] * 4), emit
 
     return unpack
 
@@ -261,60 +262,45 @@ def _linear(x: Float32, panels: Float32, out: Float32) -> None:
 
 
 @njit(
-    "void(float32[:, ::1], uint8[:, :, ::1], float32[:, :, ::1], float32[:, :, ::1],"
-    " float32[:, ::1], int64, int64)",
+    "void(float32[:, ::1], uint8[:, :, ::1], int64, int64, float32[:, ::1], int64)",
     parallel=True,
     cache=True,
 )
 def _linear_narrow(
-    x: Float32,
-    codes: UInt8,
-    scales: Float32,
-    offsets: Float32,
-    out: Float32,
-    num_parts: int,
-    fused: int,
+    x: Float32, groups: UInt8, bits: int, group: int, out: Float32, num_threads: int
 ) -> None:
+    """out may be wider than the panels, but not narrower. Sums are those of `_linear` with the
+    numbers that the codes stand for, to the last bit."""
     num_rows, depth = x.shape
     width = out.shape[1]
-    num_panels = codes.shape[0]
-    column_bytes = codes.shape[2]
-    num_groups = scales.shape[1]
-    group = depth // num_groups
+    num_panels, num_groups, group_bytes = groups.shape
+    panel_bytes = num_groups * group_bytes
     num_tiles = (num_rows + ROWS - 1) // ROWS
-    for part in prange(num_parts):
-        scratch = np.empty(depth * PANEL + LINE, np.float32)
-        panel_at = (scratch.ctypes.data + LINE - 1) // LINE * LINE
-        for panel in range(part * num_panels // num_parts, (part + 1) * num_panels // num_parts):
-            codes_at = codes.ctypes.data + panel * depth * column_bytes
-            scales_at = scales.ctypes.data + 4 * panel * num_groups * PANEL
-            offsets_at = offsets.ctypes.data + 4 * panel * num_groups * PANEL
+    pace = (panel_bytes // depth + num_tiles - 1) // max(1, num_tiles)
+    for thread in prange(num_threads):
+        floats = np.empty(depth * PANEL + LINE, np.float32)
+        floats_at = (floats.ctypes.data + LINE - 1) // LINE * LINE
+        end = (thread + 1) * num_panels // num_threads
+        for panel in range(thread * num_panels // num_threads, end):
+            groups_at = groups.ctypes.data + panel * panel_bytes
             out_at = out.ctypes.data + 4 * PANEL * panel
-            if num_tiles <= fused:
-                for index in range(num_tiles):
-                    row = index * num_rows // num_tiles
-                    rows = (index + 1) * num_rows // num_tiles - row
-                    x_at = x.ctypes.data + 4 * row * depth
-                    to = out_at + 4 * row * width
-                    if column_bytes == PANEL:
-                        _tile_8(
-                            rows, x_at, depth, codes_at, scales_at, offsets_at, group, to, width
-                        )
-                    else:
-                        _tile_4(
-                            rows, x_at, depth, codes_at, scales_at, offsets_at, group, to, width
-                        )
-            else:
-                if column_bytes == PANEL:
-                    _unpack_8(codes_at, scales_at, offsets_at, depth, group, panel_at)
+            if num_rows <= _FEW_ROWS:
+                if bits == 8:
+                    _tile_8(num_rows, x.ctypes.data, groups_at, num_groups, group, out_at, width)
                 else:
-                    _unpack_4(codes_at, scales_at, offsets_at, depth, group, panel_at)
-                for index in range(num_tiles):
-                    row = index * num_rows // num_tiles
-                    rows = (index + 1) * num_rows // num_tiles - row
-                    x_at = x.ctypes.data + 4 * row * depth
-                    to = out_at + 4 * row * width
-                    _tile(rows, x_at, depth, panel_at, to, width, panel_at, 0)
+                    _tile_4(num_rows, x.ctypes.data, groups_at, num_groups, group, out_at, width)
+                continue
+            if bits == 8:
+                _unpack_8(groups_at, num_groups, group, floats_at)
+            else:
+                _unpack_4(groups_at, num_groups, group, floats_at)
+            for index in range(num_tiles):
+                row = index * num_rows // num_tiles
+                rows = (index + 1) * num_rows // num_tiles - row
+                x_at = x.ctypes.data + 4 * row * depth
+                ahead = groups_at + panel_bytes + index * pace * depth
+                _tile(rows, x_at, depth, floats_at, out_at + 4 * row * width, width, ahead, pace)
+        floats[0] = 0  # Numba frees an array behind its last use, and an address is none.
 
 
 def linear(x: Float32, weight: PackedMatrix | NarrowMatrix, out: Float32) -> None:
@@ -328,20 +314,10 @@ def linear(x: Float32, weight: PackedMatrix | NarrowMatrix, out: Float32) -> Non
         out[:, whole * PANEL :] = last[:, :rest]
 
 
-FUSED = 1
-
-
 def _panels(x: Float32, weight: PackedMatrix | NarrowMatrix, part: slice, out: Float32) -> None:
-    """out may be wider than the panels, but not narrower."""
+    """The product with some of the panels."""
     if isinstance(weight, PackedMatrix):
         _linear(x, weight.panels[part], out)
     else:
-        _linear_narrow(
-            x,
-            weight.codes[part],
-            weight.scales[part],
-            weight.offsets[part],
-            out,
-            get_num_threads(),
-            FUSED,
-        )
+        groups = weight.groups[part]
+        _linear_narrow(x, groups, weight.bits, weight.group, out, get_num_threads())

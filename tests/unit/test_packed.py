@@ -6,6 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from quantized_matrices import random_quantized
+
+from cuengine.quantized import Bits
 
 products = pytest.importorskip("cuengine.device.products", reason="needs numba")
 packed = pytest.importorskip("cuengine.device.packed")
@@ -57,8 +60,43 @@ def test_rows_of_a_packed_weight_are_those_that_were_packed() -> None:
 
 def test_an_arena_gives_aligned_memory_that_nobody_else_has() -> None:
     arena = packed.Arena()
-    taken = [arena.take(size) for size in (1, 17, 20_000_000, 5)]
+    taken = [arena.floats(size) for size in (1, 17, 20_000_000, 5)] + [arena.bytes(3, 5)]
     for number, array in enumerate(taken):
         assert array.ctypes.data % 64 == 0
         array[:] = number
-    assert [(array.min(), array.max()) for array in taken] == [(n, n) for n in range(4)]
+    assert [(array.min(), array.max()) for array in taken] == [(n, n) for n in range(5)]
+    assert taken[-1].shape == (3, 5)
+
+
+# 4 and 8 bits ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("out_features", [1, 7, packed.PANEL, packed.PANEL + 1, 5 * packed.PANEL])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 16), (8, 32), (8, 16)])
+def test_products_with_codes_are_those_with_their_numbers_to_the_last_bit(
+    out_features: int, bits: Bits, group: int
+) -> None:
+    """However many rows there are: few are multiplied with codes, many with an unpacked panel."""
+    weight, numbers = random_quantized(out_features, 96, bits=bits, group=group)
+    narrow = packed.pack_narrow(weight, packed.Arena())
+    wide = packed.pack(numbers.astype(np.float32), packed.Arena())
+    for num_rows in range(3 * products.ROWS + 2):
+        x = normal(num_rows, 96)
+        np.testing.assert_array_equal(product(x, narrow), product(x, wide))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rows_and_products_of_codes_without_numba_are_those_of_their_numbers(bits: Bits) -> None:
+    weight, numbers = random_quantized(packed.PANEL + 3, 32, bits=bits, group=16)
+    narrow, expected = packed.pack_narrow(weight, packed.Arena()), numbers.astype(np.float32)
+    ids = np.array([packed.PANEL + 2, 0, packed.PANEL - 1, packed.PANEL, 0, 8], np.int32)
+    np.testing.assert_array_equal(narrow.rows(ids), expected[ids])
+    x, out = normal(5, 32), np.empty((5, packed.PANEL + 3), np.float32)
+    narrow.multiply(x, out)
+    np.testing.assert_allclose(out, x.astype(float) @ numbers.T, rtol=1e-5, atol=1e-4)
+
+
+def test_codes_take_as_many_bits_as_they_have() -> None:
+    weight, _ = random_quantized(2 * packed.PANEL, 64, bits=4, group=32)
+    narrow = packed.pack_narrow(weight, packed.Arena())
+    assert narrow.groups.nbytes == weight.num_bytes
