@@ -4,9 +4,9 @@ Of the formats whose numbers are scale * code + offset, each number comes out as
 dequantizer makes it, to the bit. (An infinite scale, which no useful file has, can give NaN where
 that gives infinity.) That takes scale * code to be exact in float32, which has 24 bits: a block's
 scale in half precision has 11, times a group's own scale of up to 7 where there is one, times the
-code. Where numbers are scale * (code - zero), these have no more bits, so that the sum is exact too.
+code. Where numbers are scale * (code - zero), these have no more bits: the sum is exact too.
 
-Formats with other numbers (lattices, floating point) and those that are rare are not here.
+Formats with other numbers (lattices, floating point) and rare ones are left to that dequantizer.
 """
 
 from __future__ import annotations
@@ -168,3 +168,12 @@ BLOCK_FORMATS = {
     23: BlockFormat(136, 8, 32, _iq4_xs),
 }
 """By the number of the type, a GGMLQuantizationType."""
+
+
+def dequantized(rows: UInt8, type_id: int) -> Float32:
+    """float32 [rows, items] of whole rows of bytes, of any type that the gguf package knows."""
+    from gguf.constants import GGMLQuantizationType  # takes as long to import as all of the rest
+    from gguf.quants import dequantize
+
+    with np.errstate(all="ignore"):
+        return dequantize(rows, GGMLQuantizationType(type_id))

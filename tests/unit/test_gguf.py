@@ -30,6 +30,7 @@ from cuengine.model.config import RopeConfig, read_model_config
 from cuengine.model.gguf import convert_gguf
 from cuengine.model.loader import load_weights
 from cuengine.model.rope import frequencies
+from cuengine.quantized import QuantizedMatrix
 
 Tensors = dict[str, NDArray[Any]]
 Type = GGMLQuantizationType
@@ -176,6 +177,23 @@ def small_tensors() -> Tensors:
     return {name: random.standard_normal(s).astype(np.float32) for name, s in shapes.items()}
 
 
+def converted(path: Path) -> Tensors:
+    """The tensors that a file becomes, those in 4 or 8 bits dequantized."""
+    stored = load_file(convert_gguf(path, progress=False) / "model.safetensors")
+    fields = {".codes", ".scales", ".offsets"}
+    result = {}
+    for name, tensor in stored.items():
+        stem = name.removesuffix(".codes")
+        if stem != name:
+            scales, offsets = stored[f"{stem}.scales"], stored[f"{stem}.offsets"]
+            columns = 512 if "down_proj" in name else 256
+            result[stem] = QuantizedMatrix(tensor, scales, offsets, columns).dequantize()
+        elif not name.endswith(tuple(fields)):
+            result[name] = tensor
+    assert all(tensor.size for tensor in result.values())
+    return result
+
+
 def refusal(path: Path) -> str:
     with pytest.raises(ModelError) as caught:
         convert_gguf(path, progress=False)
@@ -195,8 +213,8 @@ def test_a_tiny_model_comes_back_as_its_checkpoint(
         expected |= load_file(file)
     assert set(got) == set(expected)
     for key, tensor in expected.items():
-        assert got[key].dtype == np.float32
-        np.testing.assert_array_equal(got[key], tensor.astype(np.float32), err_msg=key)
+        assert got[key].dtype == (tensor.dtype if tensor.ndim == 2 else np.float32)
+        np.testing.assert_array_equal(got[key], tensor.astype(got[key].dtype), err_msg=key)
 
     config, source = read_model_config(folder), read_model_config(tiny_model(name))
     for key in (
@@ -282,8 +300,8 @@ def test_every_type_that_can_be_dequantized_is(tmp_path: Path, kind: Type) -> No
         else:
             expected[name] = tensor
     path = write_gguf(tmp_path / "x.gguf", tensors, METADATA, types)
-    got = load_file(convert_gguf(path, progress=False) / "model.safetensors")
-    for name, tensor in as_gguf(got, 4, 2).items():
+    for name, tensor in as_gguf(converted(path), 4, 2).items():
+        assert tensor.dtype.name == {"F16": "float16", "BF16": "bfloat16"}.get(kind.name, "float32")
         np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
 
 
@@ -309,7 +327,7 @@ def test_quantized_weights_are_near_what_was_quantized(
         if tensor.ndim == 2:
             tensors[name], types[name] = quantize(tensor, kind), kind
     path = write_gguf(tmp_path / "x.gguf", tensors, METADATA, types)
-    got = as_gguf(load_file(convert_gguf(path, progress=False) / "model.safetensors"), 4, 2)
+    got = as_gguf(converted(path), 4, 2)
     for name, tensor in original.items():
         bound = np.abs(tensor).max() * (2 * step + 2**-7)
         np.testing.assert_allclose(got[name], tensor, rtol=0, atol=bound, err_msg=name)
@@ -503,7 +521,7 @@ def test_a_newer_converter_does_not_use_what_an_older_one_wrote(
     assert convert_gguf(small, progress=False) != old
 
 
-def test_the_log_says_what_dequantizing_costs(
+def test_the_log_says_how_large_the_weights_become(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -512,8 +530,8 @@ def test_the_log_says_what_dequantizing_costs(
         if tensor.ndim == 2:
             tensors[name], types[name] = quantize(tensor, Type.Q8_0), Type.Q8_0
     convert_gguf(write_gguf(tmp_path / "x.gguf", tensors, METADATA, types), progress=False)
-    # 598,016 weights in matrices and 768 in vectors, at 4 bytes each.
-    assert "Converting x.gguf to float32: 2 MB of weights, on disk and in memory" in caplog.text
+    # 598,016 weights in matrices, at 1.25 bytes, and 768 in vectors, at 4.
+    assert "Converting x.gguf: 1 MB of weights" in caplog.text
 
 
 def test_progress_is_shown_when_asked_for(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
