@@ -1,7 +1,7 @@
 """A GGUF's tensors as the model.safetensors of a converted folder.
 
 Matrices whose type has a block format (gguf_blocks.py) stay in 4 or 8 bits: a part NAME of
-layout.py is then three tensors, the fields of a QuantizedMatrix.
+layout.py is then three tensors, as quantized_tensors.py reads them.
 
     NAME.codes    U8 [out, in * bits / 8]
     NAME.scales   F32 [out, in / group]
@@ -35,6 +35,7 @@ from cuengine.model.config import ModelConfig
 from cuengine.model.gguf_blocks import BLOCK_FORMATS, dequantized
 from cuengine.model.gguf_file import GgufFile, GgufTensor
 from cuengine.model.layout import Part, all_groups
+from cuengine.model.quantized_tensors import KINDS
 from cuengine.quantized import Bits, QuantizedMatrix
 
 logger = logging.getLogger(__name__)
@@ -191,11 +192,14 @@ def _tensors(group: _Group) -> Iterator[tuple[str, _Tensor]]:
         for part in group.parts:
             yield part.name, _Tensor(form, part.shape)
         return
-    for field, dtype in (("codes", "U8"), ("scales", "F32"), ("offsets", "F32")):
+    for kind in KINDS:
         for part in group.parts:
             rows, columns = part.shape
-            width = columns * form.bits // 8 if field == "codes" else columns // form.group
-            yield f"{part.name}.{field}", _Tensor(dtype, (rows, width))
+            if kind == "codes":
+                tensor = _Tensor("U8", (rows, columns * form.bits // 8))
+            else:
+                tensor = _Tensor("F32", (rows, columns // form.group))
+            yield f"{part.name}.{kind}", tensor
 
 
 # Writing ------------------------------------------------------------------------------------------
@@ -254,9 +258,8 @@ def _write_part(
         chunk = rows[start : start + step] if order is None else rows[order[start : start + step]]
         if isinstance(form, _Codes):
             matrix = _with_codes(chunk, source.type_id, form)
-            output.put(f"{part.name}.codes", start, matrix.codes)
-            output.put(f"{part.name}.scales", start, matrix.scales)
-            output.put(f"{part.name}.offsets", start, matrix.offsets)
+            for kind in KINDS:
+                output.put(f"{part.name}.{kind}", start, getattr(matrix, kind))
         elif form == _FLOATS.get(source.type_id):
             output.put(part.name, start, chunk)
         else:
