@@ -130,7 +130,7 @@ def test_an_engine_that_is_not_installed_is_named_and_skipped(
 def test_engines_that_read_no_codes_get_the_same_numbers_in_float32(
     throughput: ModuleType, tiny_model: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    source, folder = tiny_model("bias"), tmp_path / "model"
+    source, folder = tiny_model("linear_rope"), tmp_path / "model"
     assert throughput.folder_for("vllm", source) == source
     folder.mkdir()
     shutil.copy(source / "config.json", folder)
