@@ -102,7 +102,8 @@ def write_weights(path: Path, gguf: GgufFile, config: ModelConfig, *, progress: 
     """
     groups = [_group(gguf, parts) for parts in all_groups(config)]
     _refuse_unknown_tensors(gguf, groups)
-    # Those with items of two bytes at the end: what follows them may be at no multiple of four.
+    # Those with items of two bytes at the end: what follows them may be at no multiple of four, as
+    # is all that follows others; codes come in rows of multiples of 16 bytes.
     groups.sort(key=lambda group: group.form in ("F16", "BF16"))
     tensors = dict(item for group in groups for item in _tensors(group))
     total = sum(tensor.num_bytes for tensor in tensors.values())
