@@ -4,7 +4,7 @@
 
 In both, the model alone is replaced (engines/fixed_rate_*.py): each step takes 20 ms on a device
 that works while the host prepares the next one, and brings every sequence a token. Scheduler,
-tokenizer, text, the engine's own process and HTTP are the server's own, with the same model folder.
+tokenizer, text, the engine's own process and HTTP are the server's own, with the same model.
 Server and client share this machine's cores.
 
 Two figures: how many streams run at full rate at once, of those tried (`--streams`), and the time
@@ -31,7 +31,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from throughput import BENCH, ENGINES, interpreter, is_installed, model_folder, pairs
+from throughput import (
+    BENCH,
+    ENGINES,
+    folder_for,
+    interpreter,
+    is_installed,
+    model_folder,
+    pairs,
+)
 
 RATE = 50.0
 WORD = " the"
@@ -248,7 +256,8 @@ def main() -> None:
         if not is_installed(python, ENGINES[engine].module):
             print(json.dumps({"engine": engine, "skipped": f"not installed in {python}"}))
             continue
-        lines[engine] = run(engine, python, folder, args.streams, args.tokens)
+        model = folder_for(engine, folder)
+        lines[engine] = run(engine, python, model, args.streams, args.tokens)
         print(json.dumps(lines[engine]), flush=True)
     if len(lines) < 2:
         return

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from throughput import BENCH, ENGINES, interpreter, is_installed, model_folder
+from throughput import BENCH, ENGINES, folder_for, interpreter, is_installed, model_folder
 
 CUENGINE = str(Path(sys.executable).with_name("cuengine"))
 
@@ -51,7 +51,7 @@ def main() -> None:
     python = interpreter("vllm", {})
     if is_installed(python, ENGINES["vllm"].module):
         script = str(BENCH / "engines" / "vllm_first_token.py")
-        command = [python, script, str(model_folder(arguments.model))]
+        command = [python, script, str(folder_for("vllm", model_folder(arguments.model)))]
         first_token(command)
         result["vllm"] = first_token(command)
         result["vllm_ratio"] = result["vllm"] / median

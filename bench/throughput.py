@@ -67,7 +67,7 @@ def random_prompts(lengths: Sequence[int], tokens: Sequence[int], seed: int) -> 
 
 
 def model_folder(name: str) -> Path:
-    """A folder that every engine loads: a GGUF model is converted to one first."""
+    """A folder that cuengine loads: a GGUF model is converted to one first."""
     path = Path(name)
     if (path / "config.json").is_file():
         return path.resolve()
@@ -79,6 +79,15 @@ def model_folder(name: str) -> Path:
         return files.folder
     assert files.gguf is not None
     return convert_gguf(files.gguf)
+
+
+def folder_for(engine: str, folder: Path) -> Path:
+    """The same model as the engine reads it: others have no use for quantized tensors."""
+    if engine == "cuengine":
+        return folder
+    from float32_folder import float32_folder
+
+    return float32_folder(folder)
 
 
 def interpreter(engine: str, given: Mapping[str, str]) -> str:
@@ -240,7 +249,6 @@ def main() -> None:
     folder = model_folder(arguments.model)
     lengths = [prompt for prompt, _ in requests]
     workload = {
-        "model": str(folder),
         "prompts": random_prompts(lengths, ordinary_tokens(folder), arguments.seed),
         "max_tokens": [output for _, output in requests],
     }
@@ -251,7 +259,8 @@ def main() -> None:
         if not is_installed(python, module):
             print(json.dumps({"engine": engine, "skipped": f"no {module} in {python}"}))
             continue
-        for line in run_engine(engine, python, workload):
+        model = str(folder_for(engine, folder))
+        for line in run_engine(engine, python, {"model": model, **workload}):
             lines.append(line)
             shown = {key: value for key, value in line.items() if key != "token_ids"}
             print(json.dumps(shown), flush=True)

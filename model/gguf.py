@@ -1,9 +1,8 @@
 """GGUF files of architecture "llama", converted once to a model folder in the cache.
 
-The folder has what a hub's has: config.json, model.safetensors (dequantized to float32, each group
-that the loader fuses in one piece, so that loading maps it in place), tokenizer.json,
+The folder has what a hub's has: config.json, model.safetensors, tokenizer.json,
 tokenizer_config.json and generation_config.json. All later code sees only folders. Reading the file
-format is gguf_file.py's business, vocabularies are gguf_tokenizer.py's.
+format is gguf_file.py's business, weights are gguf_weights.py's, vocabularies gguf_tokenizer.py's.
 """
 
 from __future__ import annotations
@@ -15,47 +14,25 @@ import logging
 import math
 import os
 import shutil
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
-from numpy.typing import NDArray
-from tqdm import tqdm
 
-from cuengine.counted import counted
 from cuengine.errors import ModelError
-from cuengine.model.config import ModelConfig, parse_model_config
-from cuengine.model.gguf_file import GgufFile, GgufTensor
-from cuengine.model.layout import Part, all_parts
+from cuengine.model.config import parse_model_config
+from cuengine.model.gguf_blocks import dequantized
+from cuengine.model.gguf_file import GgufFile
+from cuengine.model.gguf_weights import ROPE_DIVISORS, say, write_weights
 from cuengine.paths import cache_dir
 
 logger = logging.getLogger(__name__)
 
 # Part of a cached folder's name: raised whenever what is written changes.
-FORMAT_VERSION = 2
-
-_CHUNK_BYTES = 32 * 2**20
-_ALIGNMENT = 64
-
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-_ROPE_DIVISORS = "rope_freqs.weight"
+FORMAT_VERSION = 3
 
 # Keys of llama.* with the one value for which the forward pass is that of LLaMA.
 _NEUTRAL = {
@@ -96,12 +73,6 @@ def convert_gguf(path: Path, *, progress: bool = True) -> Path:
         where = error.filename or path
         raise ModelError(f"{where}: {error.strerror or error}, while converting {path}") from None
     return target
-
-
-def _say(text: str, progress: bool) -> None:
-    """A line for whoever reads a log; in a terminal there is a bar."""
-    if progress and not sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -147,7 +118,7 @@ def _convert(path: Path, target: Path, *, progress: bool) -> None:
     temporary = target.with_name(f"{target.name}.tmp")
     # Of a process that was killed.
     shutil.rmtree(temporary, ignore_errors=True)
-    _say(f"Reading {path.name} …", progress)
+    say(f"Reading {path.name} …", progress)
     gguf = GgufFile(path)
     _refuse_unsupported(gguf)
     hf_config = _hf_config(gguf)
@@ -162,7 +133,7 @@ def _convert(path: Path, target: Path, *, progress: bool) -> None:
             tokenizer, tokenizer_config = tokenizer_from_gguf(gguf.metadata)
             _write_json(temporary / "tokenizer.json", tokenizer)
             _write_json(temporary / "tokenizer_config.json", tokenizer_config)
-        _write_weights(temporary / "model.safetensors", gguf, config, progress=progress)
+        write_weights(temporary / "model.safetensors", gguf, config, progress=progress)
         temporary.rename(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -195,6 +166,21 @@ def _refuse_unsupported(gguf: GgufFile) -> None:
         if value != neutral:
             raise ModelError(f"{path}: llama.{key}={value!r} is not supported, only {neutral!r} is")
     _refuse_types_without_dequantizer(gguf)
+
+
+def _refuse_types_without_dequantizer(gguf: GgufFile) -> None:
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    for tensor in {tensor.type_id: tensor for tensor in gguf.tensors.values()}.values():
+        kind = GGMLQuantizationType(tensor.type_id)
+        try:
+            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+        except NotImplementedError:
+            raise ModelError(
+                f"{gguf.path}: tensor {tensor.name!r} has type {kind.name}, which the installed "
+                "gguf package cannot dequantize. A newer one may: pip install -U gguf"
+            ) from None
 
 
 def _hf_config(gguf: GgufFile) -> dict[str, Any]:
@@ -283,8 +269,8 @@ def _rope_parameters(gguf: GgufFile) -> dict[str, Any]:
             "beta_slow": rope.get("scaling.yarn_beta_slow"),
             "attention_factor": scale * (0.1 * math.log(max(factor, 1.0)) + 1.0),
         }
-    if (tensor := gguf.tensors.get(_ROPE_DIVISORS)) is not None:
-        divisors = _dequantize_rows(gguf, tensor, gguf.rows(tensor)).ravel()
+    if (tensor := gguf.tensors.get(ROPE_DIVISORS)) is not None:
+        divisors = dequantized(gguf.rows(tensor), tensor.type_id).ravel()
         if (divisors != 1.0).any():
             parameters["frequency_divisors"] = divisors.tolist()
     return parameters
@@ -301,149 +287,3 @@ def _generation_config(metadata: Mapping[str, Any]) -> dict[str, Any]:
         "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": _eos_token_ids(metadata),
     }
-
-
-# Weights ----------------------------------------------------------------------------------------
-
-
-def _write_weights(path: Path, gguf: GgufFile, config: ModelConfig, *, progress: bool) -> None:
-    parts = all_parts(config)
-    sources = {part.name: _source(gguf, part) for part in parts}
-    used = {tensor.name for tensor in sources.values() if tensor} | {_ROPE_DIVISORS}
-    unknown = [name for name in gguf.tensors if name not in used]
-    if unknown:
-        raise ModelError(
-            f"{gguf.path}: has {counted(len(unknown), 'tensor')} that no LLaMA model has, such as "
-            f"{unknown[0]!r}"
-        )
-    total = 4 * sum(math.prod(part.shape) for part in parts)
-    free = shutil.disk_usage(path.parent).free
-    if total > free:
-        raise ModelError(
-            f"{path.parent.parent}: {total / 1e9:.2f} GB are needed there for the converted model "
-            f"and {free / 1e9:.2f} GB are free. Set CUENGINE_CACHE to a folder on another disk"
-        )
-    logger.info(
-        "Converting %s to float32: %.0f MB of weights, on disk and in memory",
-        gguf.path.name,
-        total / 1e6,
-    )
-    _say(f"Converting {gguf.path.name} to float32: {total / 1e6:.0f} MB of weights …", progress)
-    bar = tqdm(
-        total=total,
-        desc=f"Converting {gguf.path.name}",
-        unit="B",
-        unit_scale=True,
-        disable=not (progress and sys.stderr.isatty()),
-    )
-    with bar, path.open("wb") as file:
-        file.write(_safetensors_header(parts))
-        for part in parts:
-            _write_tensor(file, gguf, sources[part.name], part, config, bar)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _source(gguf: GgufFile, part: Part) -> GgufTensor | None:
-    """The GGUF tensor that a checkpoint's comes from; None for a bias that is to be zero."""
-    stem, _, suffix = part.name.rpartition(".")
-    prefix = ""
-    if stem.startswith("model.layers."):
-        index, _, stem = stem.removeprefix("model.layers.").partition(".")
-        prefix = f"blk.{index}."
-    name = f"{prefix}{_NAMES[stem]}.{suffix}"
-    tensor = gguf.tensors.get(name)
-    if tensor is None and suffix == "bias":
-        return None
-    if tensor is None:
-        raise ModelError(f"{gguf.path}: tensor {name!r} is missing; the metadata ask for it")
-    if tensor.shape != part.shape:
-        raise ModelError(
-            f"{gguf.path}: tensor {name!r} has shape {list(tensor.shape)} where the metadata mean "
-            f"{list(part.shape)}"
-        )
-    return tensor
-
-
-def _refuse_types_without_dequantizer(gguf: GgufFile) -> None:
-    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    for tensor in {tensor.type_id: tensor for tensor in gguf.tensors.values()}.values():
-        kind = GGMLQuantizationType(tensor.type_id)
-        try:
-            dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
-        except NotImplementedError:
-            raise ModelError(
-                f"{gguf.path}: tensor {tensor.name!r} has type {kind.name}, which the installed "
-                "gguf package cannot dequantize. A newer one may: pip install -U gguf"
-            ) from None
-
-
-def _safetensors_header(parts: list[Part]) -> bytes:
-    entries: dict[str, Any] = {}
-    offset = 0
-    for part in parts:
-        end = offset + 4 * math.prod(part.shape)
-        entries[part.name] = {
-            "dtype": "F32",
-            "shape": list(part.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    header = json.dumps(entries).encode()
-    # Spaces, so that the data begin on a cache line.
-    padded = header.ljust(-(-(8 + len(header)) // _ALIGNMENT) * _ALIGNMENT - 8)
-    return len(padded).to_bytes(8, "little") + padded
-
-
-def _write_tensor(
-    file: IO[bytes],
-    gguf: GgufFile,
-    tensor: GgufTensor | None,
-    part: Part,
-    config: ModelConfig,
-    bar: tqdm[Any],
-) -> None:
-    if tensor is None:
-        file.write(bytes(4 * math.prod(part.shape)))
-        return
-    rows, order = gguf.rows(tensor), _row_order(part, config)
-    if len(part.shape) == 1:
-        values = _dequantize_rows(gguf, tensor, rows).ravel()
-        _write_floats(file, values if order is None else values[order], bar)
-        return
-    # Some megabytes at a time: an embedding can be large.
-    step = max(1, _CHUNK_BYTES // (4 * part.shape[1]))
-    for start in range(0, len(rows), step):
-        chunk = rows[start : start + step] if order is None else rows[order[start : start + step]]
-        _write_floats(file, _dequantize_rows(gguf, tensor, chunk), bar)
-    gguf.release(tensor)
-
-
-def _write_floats(file: IO[bytes], values: NDArray[np.float32], bar: tqdm[Any]) -> None:
-    file.write(np.ascontiguousarray(values, np.dtype("<f4")).data)
-    bar.update(values.nbytes)
-
-
-def _row_order(part: Part, config: ModelConfig) -> NDArray[np.intp] | None:
-    """Which row of the GGUF tensor each row of the checkpoint's is, where they differ: in q and k.
-
-    llama.cpp rotates neighbours (2i, 2i + 1), transformers (i, i + head_dim / 2), so llama.cpp's
-    converter interleaves the two halves of each head (`LlamaModel.permute`).
-    """
-    if "self_attn.q_proj" not in part.name and "self_attn.k_proj" not in part.name:
-        return None
-    rows = np.arange(part.shape[0]).reshape(-1, config.head_dim // 2, 2)
-    return rows.swapaxes(1, 2).ravel()
-
-
-def _dequantize_rows(
-    gguf: GgufFile, tensor: GgufTensor, rows: NDArray[np.uint8]
-) -> NDArray[np.float32]:
-    """float32 [rows, items] of whole rows of bytes."""
-    from gguf.constants import GGMLQuantizationType
-    from gguf.quants import dequantize
-
-    with np.errstate(all="ignore"):
-        return dequantize(rows, GGMLQuantizationType(tensor.type_id))

@@ -1,8 +1,8 @@
 """Reading a GGUF file: metadata and where each tensor lies. Nothing in the file is trusted.
 
 Written here rather than taken from the `gguf` package because its reader needs seconds for the
-vocabulary of a real model. What the values mean is gguf.py's business; tensor types and
-dequantization come from the package.
+vocabulary of a real model. What the values mean is gguf.py's business, what tensors hold
+gguf_blocks.py's; the sizes of types come from the package.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """

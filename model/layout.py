@@ -1,7 +1,7 @@
 """Names and shapes of the tensors in a LLaMA checkpoint, in the groups that are fused on loading.
 
-The loader checks and fuses by these; the GGUF conversion writes in their order, so that each group
-lies in one piece of the file.
+The loader checks and fuses by these; the GGUF conversion writes each group so that what is to be
+fused lies in one piece of the file.
 """
 
 from __future__ import annotations
@@ -59,10 +59,15 @@ def outer_parts(config: ModelConfig) -> dict[str, Part]:
     return parts
 
 
-def all_parts(config: ModelConfig) -> list[Part]:
-    """Every tensor of the checkpoint, in the order in which the GGUF conversion writes them."""
+def all_groups(config: ModelConfig) -> list[list[Part]]:
+    """Every tensor of the checkpoint, in groups that are fused and alike in a converted GGUF."""
     layers = (layer_groups(config, index).values() for index in range(config.num_layers))
     return [
-        *outer_parts(config).values(),
-        *(part for groups in layers for parts in groups for part in parts),
+        *([part] for part in outer_parts(config).values()),
+        *(parts for groups in layers for parts in groups),
     ]
+
+
+def all_parts(config: ModelConfig) -> list[Part]:
+    """Every tensor of the checkpoint."""
+    return [part for parts in all_groups(config) for part in parts]

@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 BENCH = Path(__file__).resolve().parents[2] / "bench"
 
 
-@pytest.fixture(scope="module")
-def throughput() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("throughput", BENCH / "throughput.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["throughput"] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+@pytest.fixture
+def throughput(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCH))
+    return importlib.import_module("throughput")
 
 
 def result(engine: str, seconds: float, token_ids: list[list[int]]) -> dict[str, Any]:
@@ -126,6 +125,41 @@ def test_an_engine_that_is_not_installed_is_named_and_skipped(
         "engine": "vllm",
         "skipped": f"no vllm in {missing}",
     }
+
+
+def test_engines_that_read_no_codes_get_the_same_numbers_in_float32(
+    throughput: ModuleType, tiny_model: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, folder = tiny_model("linear_rope"), tmp_path / "model"
+    assert throughput.folder_for("vllm", source) == source
+    folder.mkdir()
+    shutil.copy(source / "config.json", folder)
+    weights = load_file(source / "model.safetensors")
+    random = np.random.default_rng(0)
+    expected, stored = {}, {}
+    for name, tensor in weights.items():
+        expected[name] = tensor.astype(np.float32)
+        if not name.endswith("proj.weight"):
+            stored[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        codes = random.integers(0, 256, tensor.shape, np.uint8)
+        scales, offsets = random.integers(1, 9, (2, rows, columns // 8)).astype(np.float32)
+        expected[name] = codes * np.repeat(scales, 8, 1) + np.repeat(offsets, 8, 1)
+        stored |= {f"{name}.codes": codes, f"{name}.scales": scales, f"{name}.offsets": offsets}
+    save_file(stored, folder / "model.safetensors")
+
+    assert throughput.folder_for("cuengine", folder) == folder
+    made = throughput.folder_for("vllm", folder)
+    assert (made / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    got = load_file(made / "model.safetensors")
+    assert set(got) == set(expected)
+    for name, tensor in got.items():
+        assert tensor.dtype == np.float32
+        np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
+    changed = (made / "model.safetensors").stat().st_mtime_ns
+    assert throughput.folder_for("hf", folder) == made
+    assert (made / "model.safetensors").stat().st_mtime_ns == changed
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")

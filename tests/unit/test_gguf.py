@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,13 @@ from safetensors.numpy import load_file
 from cuengine.device.cpu import CpuDevice
 from cuengine.errors import ModelError
 from cuengine.model import gguf as gguf_module
+from cuengine.model import gguf_weights
 from cuengine.model.config import RopeConfig, read_model_config
 from cuengine.model.gguf import convert_gguf
 from cuengine.model.loader import load_weights
 from cuengine.model.rope import frequencies
+from cuengine.model.safetensors_file import Checkpoint
+from cuengine.quantized import QuantizedMatrix
 
 Tensors = dict[str, NDArray[Any]]
 Type = GGMLQuantizationType
@@ -176,6 +180,22 @@ def small_tensors() -> Tensors:
     return {name: random.standard_normal(s).astype(np.float32) for name, s in shapes.items()}
 
 
+def converted(path: Path) -> Tensors:
+    """The tensors that a file becomes, those in 4 or 8 bits dequantized."""
+    stored = load_file(convert_gguf(path, progress=False) / "model.safetensors")
+    result = {}
+    for name, tensor in stored.items():
+        stem = name.removesuffix(".codes")
+        if stem != name:
+            scales, offsets = stored[f"{stem}.scales"], stored[f"{stem}.offsets"]
+            columns = 512 if "down_proj" in name else 256
+            with np.errstate(all="ignore"):
+                result[stem] = QuantizedMatrix(tensor, scales, offsets, columns).dequantize()
+        elif not name.endswith((".scales", ".offsets")):
+            result[name] = tensor
+    return result
+
+
 def refusal(path: Path) -> str:
     with pytest.raises(ModelError) as caught:
         convert_gguf(path, progress=False)
@@ -195,8 +215,8 @@ def test_a_tiny_model_comes_back_as_its_checkpoint(
         expected |= load_file(file)
     assert set(got) == set(expected)
     for key, tensor in expected.items():
-        assert got[key].dtype == np.float32
-        np.testing.assert_array_equal(got[key], tensor.astype(np.float32), err_msg=key)
+        assert got[key].dtype == (tensor.dtype if tensor.ndim == 2 else np.float32)
+        np.testing.assert_array_equal(got[key], tensor.astype(got[key].dtype), err_msg=key)
 
     config, source = read_model_config(folder), read_model_config(tiny_model(name))
     for key in (
@@ -282,9 +302,14 @@ def test_every_type_that_can_be_dequantized_is(tmp_path: Path, kind: Type) -> No
         else:
             expected[name] = tensor
     path = write_gguf(tmp_path / "x.gguf", tensors, METADATA, types)
-    got = load_file(convert_gguf(path, progress=False) / "model.safetensors")
-    for name, tensor in as_gguf(got, 4, 2).items():
-        np.testing.assert_array_equal(tensor, expected[name], err_msg=name)
+    for name, tensor in as_gguf(converted(path), 4, 2).items():
+        kept = kind in (Type.F16, Type.BF16) and tensor.ndim == 2
+        assert tensor.dtype.name == ({1: "float16", 30: "bfloat16"}[kind] if kept else "float32")
+        got, wanted = tensor.astype(np.float32), expected[name]
+        # An infinite scale may give other numbers that are none.
+        finite = np.isfinite(wanted)
+        np.testing.assert_array_equal(np.isfinite(got), finite, err_msg=name)
+        np.testing.assert_array_equal(got[finite], wanted[finite], err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -309,10 +334,128 @@ def test_quantized_weights_are_near_what_was_quantized(
         if tensor.ndim == 2:
             tensors[name], types[name] = quantize(tensor, kind), kind
     path = write_gguf(tmp_path / "x.gguf", tensors, METADATA, types)
-    got = as_gguf(load_file(convert_gguf(path, progress=False) / "model.safetensors"), 4, 2)
+    got = as_gguf(converted(path), 4, 2)
     for name, tensor in original.items():
         bound = np.abs(tensor).max() * (2 * step + 2**-7)
         np.testing.assert_allclose(got[name], tensor, rtol=0, atol=bound, err_msg=name)
+
+
+def quantized_model(kinds: Mapping[str, Type]) -> tuple[Tensors, Tensors, dict[str, Type]]:
+    """A small model's tensors as in a file, their numbers, and their types: by default Q4_0."""
+    tensors, numbers, types = small_tensors(), {}, {}
+    for name, tensor in tensors.items():
+        kind = kinds.get(name.split(".")[-2], Type.Q4_0) if tensor.ndim == 2 else Type.F32
+        if kind in (Type.Q4_K, Type.Q6_K):  # the package has no quantizer for these
+            items, size = GGML_QUANT_SIZES[kind]
+            blocks = np.random.default_rng(kind).integers(0, 120, (tensor.size // items, size))
+            tensors[name] = blocks.astype(np.uint8).reshape(len(tensor), -1)
+        elif kind == Type.F32:
+            tensors[name] = tensor
+        else:
+            tensors[name] = quantize(tensor, kind)
+        types[name], numbers[name] = kind, dequantize(tensors[name], kind)
+    return tensors, numbers, types
+
+
+def stored_forms(folder: Path) -> dict[str, tuple[str, int]]:
+    """For each matrix its dtype, or U8, and bytes of it (or of its codes) in a row."""
+    forms = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        short = name.removesuffix(".codes").removesuffix(".weight").rpartition(".")[2]
+        if tensor.ndim == 2 and not name.endswith((".scales", ".offsets")):
+            forms[short] = (tensor.dtype.name, tensor.nbytes // len(tensor))
+    return forms
+
+
+@pytest.mark.parametrize(
+    ("kinds", "qkv", "group"),
+    [
+        ({}, ("uint8", 128), 32),
+        ({"attn_v": Type.Q8_0}, ("uint8", 256), 32),
+        ({"attn_q": Type.Q4_K, "attn_k": Type.Q4_K, "attn_v": Type.Q6_K}, ("uint8", 256), 16),
+        ({"attn_q": Type.F16}, ("float32", 1024), None),
+        ({"attn_q": Type.F16, "attn_k": Type.BF16, "attn_v": Type.F32}, ("float32", 1024), None),
+        (dict.fromkeys(("attn_q", "attn_k", "attn_v"), Type.F16), ("float16", 512), None),
+    ],
+    ids=["alike", "8_bits", "k_quants", "a_float", "floats", "one_float"],
+)
+def test_what_is_fused_is_stored_alike_whatever_its_types(
+    tmp_path: Path, kinds: dict[str, Type], qkv: tuple[str, int], group: int | None
+) -> None:
+    tensors, numbers, types = quantized_model(kinds)
+    path = write_gguf(tmp_path / "x.gguf", tensors, METADATA, types)
+    folder = convert_gguf(path, progress=False)
+    forms = stored_forms(folder)
+    assert [forms[name] for name in ("q_proj", "k_proj", "v_proj")] == [qkv] * 3
+    # What is fused with none of them stays as it is.
+    assert (forms["o_proj"], forms["down_proj"]) == (("uint8", 128), ("uint8", 256))
+    got = converted(path)
+    for name, tensor in as_gguf(got, 4, 2).items():
+        np.testing.assert_array_equal(tensor.astype(np.float32), numbers[name], err_msg=name)
+    stored = load_file(folder / "model.safetensors")
+    scales = {t.shape[1] for name, t in stored.items() if name.endswith("k_proj.weight.scales")}
+    assert scales == ({256 // group} if group else set())
+
+
+def test_fields_of_what_is_fused_lie_back_to_back_and_aligned(tmp_path: Path) -> None:
+    tensors, _, types = quantized_model({"attn_v": Type.Q8_0})
+    path = write_gguf(tmp_path / "x.gguf", tensors, METADATA, types)
+    checkpoint = Checkpoint(convert_gguf(path, progress=False))
+    checked = 0
+    for stem in ("self_attn.{q,k,v}_proj", "mlp.{gate,up}_proj", "mlp.{down}_proj"):
+        before, _, rest = stem.partition("{")
+        names, _, after = rest.partition("}")
+        for field, size in (("codes", 1), ("scales", 4), ("offsets", 4)):
+            end = None
+            for name in names.split(","):
+                key = f"model.layers.0.{before}{name}{after}.weight.{field}"
+                _, entry = checkpoint.tensors[key]
+                assert entry.dtype == ("U8" if size == 1 else "F32")
+                assert entry.start % size == 0
+                assert end in (None, entry.start)
+                end, checked = entry.end, checked + 1
+    assert checked == 18
+
+
+def test_an_odd_number_of_items_of_two_bytes_leaves_all_others_aligned(tmp_path: Path) -> None:
+    sizes = {"embedding_length": 6, "feed_forward_length": 5, "attention.head_count": 1}
+    metadata = {**METADATA, **sizes, "attention.head_count_kv": 1}
+    random = np.random.default_rng(0)
+    tensors, types = {}, {}
+    for name, tensor in small_tensors().items():
+        small = {"token_embd": (7, 6), "ffn_down": (6, 5), "ffn_gate": (5, 6), "ffn_up": (5, 6)}
+        shape = small.get(name.split(".")[-2], (6, 6) if tensor.ndim == 2 else (6,))
+        tensors[name] = random.standard_normal(shape).astype(np.float32)
+        if "token_embd" in name or "ffn" in name:
+            tensors[name] = tensors[name].astype(np.float16)
+            types[name] = Type.F16
+    path = write_gguf(tmp_path / "x.gguf", tensors, metadata, types)
+    checkpoint = Checkpoint(convert_gguf(path, progress=False))
+    assert {entry.dtype for _, entry in checkpoint.tensors.values()} == {"F16", "F32"}
+    for name in checkpoint.tensors:
+        assert checkpoint.view(name).flags.aligned, name
+
+
+def test_a_large_matrix_is_converted_some_rows_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory does not grow with the matrix, nor do its numbers change."""
+    monkeypatch.setattr(gguf_weights, "_CHUNK_NUMBERS", 2**16)
+    tensors, numbers, types = quantized_model({})
+    rows = np.tile(tensors["token_embd.weight"], (512, 1))
+    tensors["token_embd.weight"] = rows
+    path = write_gguf(tmp_path / "x.gguf", tensors, METADATA, types)
+    convert_gguf(write_gguf(tmp_path / "y.gguf", small_tensors()))  # imports what it needs
+    tracemalloc.start()
+    try:
+        convert_gguf(path, progress=False)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # Of codes alone there are 2 MB, of numbers in float32 16.
+    assert peak < 1_000_000
+    got = converted(path)["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(got, np.tile(numbers["token_embd.weight"], (512, 1)))
 
 
 def test_a_type_without_a_dequantizer_is_refused_by_name(tmp_path: Path) -> None:
@@ -473,7 +616,7 @@ def test_where_stderr_is_no_terminal_each_phase_is_one_line_and_nothing_is_drawn
     assert "\r" not in lines
     assert [line.split()[:2] for line in lines.splitlines()] == [
         ["Reading", "x.gguf"],
-        ["Converting", "x.gguf"],
+        ["Converting", "x.gguf:"],
     ]
     device = CpuDevice()
     load_weights(folder, read_model_config(folder), device, max_model_len=16, progress=True)
@@ -503,7 +646,7 @@ def test_a_newer_converter_does_not_use_what_an_older_one_wrote(
     assert convert_gguf(small, progress=False) != old
 
 
-def test_the_log_says_what_dequantizing_costs(
+def test_the_log_says_how_large_the_weights_become(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -512,8 +655,8 @@ def test_the_log_says_what_dequantizing_costs(
         if tensor.ndim == 2:
             tensors[name], types[name] = quantize(tensor, Type.Q8_0), Type.Q8_0
     convert_gguf(write_gguf(tmp_path / "x.gguf", tensors, METADATA, types), progress=False)
-    # 598,016 weights in matrices and 768 in vectors, at 4 bytes each.
-    assert "Converting x.gguf to float32: 2 MB of weights, on disk and in memory" in caplog.text
+    # 598,016 weights in matrices, at 1.25 bytes, and 768 in vectors, at 4.
+    assert "Converting x.gguf: 1 MB of weights" in caplog.text
 
 
 def test_progress_is_shown_when_asked_for(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
