@@ -418,14 +418,17 @@ def test_fields_of_what_is_fused_lie_back_to_back_and_aligned(tmp_path: Path) ->
 
 
 def test_an_odd_number_of_items_of_two_bytes_leaves_all_others_aligned(tmp_path: Path) -> None:
-    sizes = {"embedding_length": 6, "feed_forward_length": 5, "attention.head_count": 1}
-    metadata = {**METADATA, **sizes, "attention.head_count_kv": 1}
-    random = np.random.default_rng(0)
+    head = dict.fromkeys(("attention.key_length", "attention.value_length"), 2)
+    sizes = {"embedding_length": 5, "feed_forward_length": 3, "attention.head_count": 1}
+    metadata = {**METADATA, **head, **sizes, "attention.head_count_kv": 1}
+    metadata["rope.dimension_count"] = 2
     tensors, types = {}, {}
     for name, tensor in small_tensors().items():
-        small = {"token_embd": (7, 6), "ffn_down": (6, 5), "ffn_gate": (5, 6), "ffn_up": (5, 6)}
-        shape = small.get(name.split(".")[-2], (6, 6) if tensor.ndim == 2 else (6,))
-        tensors[name] = random.standard_normal(shape).astype(np.float32)
+        rows = {"token_embd": 7, "attn_output": 5, "ffn_down": 5, "ffn_gate": 3, "ffn_up": 3}
+        columns = {"attn_output": 2, "ffn_down": 3}
+        short = name.split(".")[-2]
+        shape = (rows.get(short, 2), columns.get(short, 5)) if tensor.ndim == 2 else (5,)
+        tensors[name] = np.ones(shape, np.float32)
         if "token_embd" in name or "ffn" in name:
             tensors[name] = tensors[name].astype(np.float16)
             types[name] = Type.F16
