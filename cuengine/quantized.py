@@ -6,7 +6,6 @@ row. Most of GGUF's block formats are of this kind, whatever order they keep the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -91,16 +90,8 @@ class QuantizedMatrix:
 
     def widened(self, bits: Bits, group: int) -> QuantizedMatrix:
         """The same numbers with codes of at least as many bits, in groups that divide these."""
+        if (bits, group) == (self.bits, self.group):
+            return self
         times = self.group // group
         scales, offsets = (np.repeat(a, times, axis=1) for a in (self.scales, self.offsets))
         return QuantizedMatrix.pack(self.unpacked_codes(), scales, offsets, bits=bits)
-
-
-def alike(matrices: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix]:
-    """The same numbers, all with the bits and groups that fit the most demanding of them."""
-    bits: Bits = max(matrix.bits for matrix in matrices)
-    group = min(matrix.group for matrix in matrices)
-    return [
-        matrix if (matrix.bits, matrix.group) == (bits, group) else matrix.widened(bits, group)
-        for matrix in matrices
-    ]

@@ -36,7 +36,7 @@ from cuengine.model.gguf_blocks import BLOCK_FORMATS, dequantized
 from cuengine.model.gguf_file import GgufFile, GgufTensor
 from cuengine.model.layout import Part, all_groups
 from cuengine.model.quantized_tensors import KINDS
-from cuengine.quantized import Bits, QuantizedMatrix
+from cuengine.quantized import Bits
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def _group(gguf: GgufFile, parts: Sequence[Part]) -> _Group:
         types = {source.type_id for source in sources if source}
         formats = [BLOCK_FORMATS[type_id] for type_id in types if type_id in BLOCK_FORMATS]
         if len(formats) == len(types):
-            # As `alike` makes them, known before any is read.
+            # What fits the most demanding of them, known before any is read.
             form = _Codes(max(f.bits for f in formats), min(f.group for f in formats))
         elif len(types) == 1:
             form = _FLOATS.get(types.pop(), "F32")
@@ -258,7 +258,7 @@ def _write_part(
     for start in range(0, len(rows), step):
         chunk = rows[start : start + step] if order is None else rows[order[start : start + step]]
         if isinstance(form, _Codes):
-            matrix = _with_codes(chunk, source.type_id, form)
+            matrix = BLOCK_FORMATS[source.type_id].matrix(chunk).widened(*form)
             for kind in KINDS:
                 output.put(f"{part.name}.{kind}", start, getattr(matrix, kind))
         elif form == _FLOATS.get(source.type_id):
@@ -266,11 +266,6 @@ def _write_part(
         else:
             output.put(part.name, start, dequantized(chunk, source.type_id))
     gguf.release(source)
-
-
-def _with_codes(rows: NDArray[np.uint8], type_id: int, form: _Codes) -> QuantizedMatrix:
-    matrix = BLOCK_FORMATS[type_id].matrix(rows)
-    return matrix if (matrix.bits, matrix.group) == form else matrix.widened(*form)
 
 
 def _row_order(part: Part, config: ModelConfig) -> NDArray[np.intp] | None:

@@ -9,7 +9,6 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 
 from cuengine.model.gguf_blocks import BLOCK_FORMATS
-from cuengine.quantized import QuantizedMatrix, alike
 
 Type = GGMLQuantizationType
 BITS_AND_GROUP = {
@@ -106,14 +105,3 @@ def test_a_format_says_how_wide_its_codes_and_groups_are(kind: Type) -> None:
     assert (matrix.out_features, matrix.in_features) == (3, 2 * items)
     assert (matrix.bits, matrix.group) == (block.bits, block.group) == BITS_AND_GROUP[kind]
     assert matrix.num_bytes == 6 * items * (block.bits / 8 + 8 / block.group)
-
-
-def test_matrices_of_different_formats_become_alike_with_the_same_numbers() -> None:
-    kinds = (Type.Q4_K, Type.Q2_K, Type.Q8_0)
-    rows = [random_rows(kind, 5, 256 // GGML_QUANT_SIZES[kind][0], FINITE) for kind in kinds]
-    matrices: list[QuantizedMatrix] = [
-        BLOCK_FORMATS[kind].matrix(part) for kind, part in zip(kinds, rows, strict=True)
-    ]
-    for matrix, kind, part in zip(alike(matrices), kinds, rows, strict=True):
-        assert (matrix.bits, matrix.group) == (8, 16)
-        np.testing.assert_array_equal(matrix.dequantize(), expected(part, kind))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from quantized_matrices import random_quantized
 
-from cuengine.quantized import Bits, alike
+from cuengine.quantized import Bits
 
 FORMATS: list[tuple[Bits, int]] = [(4, 32), (4, 16), (8, 32), (8, 16)]
 
@@ -28,13 +28,10 @@ def test_rows_are_taken_in_place(bits: Bits, group: int) -> None:
     np.testing.assert_array_equal(part.dequantize(), expected[2:5].astype(np.float32))
 
 
-def test_matrices_made_alike_keep_numbers_and_get_the_most_bits_and_smallest_groups() -> None:
-    drawn = [
-        random_quantized(3, 64, bits=bits, group=group, seed=seed)
-        for seed, (bits, group) in enumerate(FORMATS)
-    ]
-    for got, (_, expected) in zip(alike([matrix for matrix, _ in drawn]), drawn, strict=True):
-        assert (got.bits, got.group) == (8, 16)
-        np.testing.assert_array_equal(got.dequantize(), expected.astype(np.float32))
-    first, _ = drawn[0]
-    assert all(same is first for same in alike([first, first]))
+@pytest.mark.parametrize(("bits", "group"), FORMATS)
+def test_a_widened_matrix_has_the_same_numbers(bits: Bits, group: int) -> None:
+    matrix, expected = random_quantized(3, 64, bits=bits, group=group)
+    wide = matrix.widened(8, 16)
+    assert (wide.bits, wide.group) == (8, 16)
+    np.testing.assert_array_equal(wide.dequantize(), expected.astype(np.float32))
+    assert matrix.widened(bits, group) is matrix
