@@ -47,7 +47,7 @@ class QuantizedMatrix:
         in_features = codes.shape[1]
         if bits == 4:
             half = in_features // 2
-            codes = codes[:, :half] | codes[:, half:] << 4
+            codes = codes[:, :half] | codes[:, half:] << np.uint8(4)
         return cls(codes, scales, offsets, in_features)
 
     @property
@@ -61,7 +61,7 @@ class QuantizedMatrix:
     @property
     def group(self) -> int:
         """Neighbours in a row that share a scale and an offset."""
-        return self.in_features // self.scales.shape[1]
+        return self.in_features // int(self.scales.shape[1])
 
     @property
     def num_bytes(self) -> int:

@@ -1,7 +1,7 @@
 """Quantized parts in safetensors: three tensors each, the arrays of a QuantizedMatrix.
 
-The conversion of a GGUF writes them (gguf.py). What is fused on loading has the same bits and
-groups throughout, and lies back to back in the file, kind by kind.
+The conversion of a GGUF writes them (gguf_weights.py). What is fused on loading has the same bits
+and groups throughout, and lies back to back in the file, kind by kind.
 """
 
 from __future__ import annotations

@@ -113,7 +113,10 @@ class Device(Protocol):
         ...
 
     def upload_matrix(self, weight: NDArray[Any] | QuantizedMatrix) -> Array:
-        """A weight [out, in] for `linear` or `embedding`, laid out as this device multiplies it."""
+        """A weight [out, in] for `linear` or `embedding`, laid out as this device multiplies it.
+
+        Of the result callers may know `nbytes`: what a product reads of it.
+        """
         ...
 
     def download(self, array: Array) -> NDArray[Any]: ...

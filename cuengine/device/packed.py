@@ -37,6 +37,10 @@ class PackedMatrix:
     panels: Float32
     out_features: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.panels.nbytes
+
     def rows(self, ids: Int32) -> Float32:
         """float32 [len(ids), in_features]: rows of the weight, as an embedding takes them."""
         gathered: Float32 = self.panels[ids // PANEL, :, ids % PANEL]
@@ -73,9 +77,13 @@ class NarrowMatrix:
         return cls(groups, like.out_features, like.in_features, like.bits)
 
     @property
+    def nbytes(self) -> int:
+        return self.groups.nbytes
+
+    @property
     def group(self) -> int:
         """Columns that share scales and offsets."""
-        return self.in_features // self.groups.shape[1]
+        return self.in_features // int(self.groups.shape[1])
 
     @property
     def scales(self) -> Float32:

@@ -49,14 +49,18 @@ class Counts:
             "gate_up": (config.hidden_size, 2 * config.intermediate_size),
             "down": (config.intermediate_size, config.hidden_size),
         }
-        first = llama.weights.layers[0]
+        layers = llama.weights.layers
+        # Layers may have been quantized to different bits: what one takes on average.
+        weight_bytes = {
+            name: sum(getattr(layer, name).nbytes for layer in layers) // len(layers)
+            for name in sizes
+        }
         self._products = {
-            name: (*size, getattr(first, f"{name}_bias") is not None)
+            name: (*size, weight_bytes[name], getattr(layers[0], f"{name}_bias") is not None)
             for name, size in sizes.items()
         }
-        self._names = {
-            id(getattr(layer, name)): name for layer in llama.weights.layers for name in sizes
-        }
+        self._head_bytes = llama.weights.lm_head.nbytes
+        self._names = {id(getattr(layer, name)): name for layer in layers for name in sizes}
         self._batch: Batch | None = None
         self._named: dict[str, Named] = {}
         self.num_drawn = 0
@@ -98,8 +102,10 @@ class Counts:
             "swap_in": self._copied(batch.swap_ins),
         }
         named = {name: (name, amount) for name, amount in counted.items()}
-        for name, (inputs, outputs, bias) in self._products.items():
-            amount = work.linear(rows, inputs, outputs, itemsize, bias=bias)
+        for name, (inputs, outputs, weight_bytes, bias) in self._products.items():
+            amount = work.linear(
+                rows, inputs, outputs, itemsize, weight_bytes=weight_bytes, bias=bias
+            )
             named[name] = (f"linear {name}", amount)
         return named
 
@@ -119,8 +125,10 @@ class Counts:
 
     def _of_logits(self, hidden: Array, weight: Array) -> Named:
         rows = min(len(hidden), self.num_drawn)
-        sizes = self._config
-        return "logits", work.logits(rows, sizes.hidden_size, sizes.vocab_size, self._itemsize)
+        hidden, vocab = self._config.hidden_size, self._config.vocab_size
+        return "logits", work.logits(
+            rows, hidden, vocab, self._itemsize, weight_bytes=self._head_bytes
+        )
 
     def _of_sample(self, logits: Array, sampling: SamplingBatch, *, first_row: int = 0) -> Named:
         return "sample", work.greedy_sample(len(sampling.target_ids), self._config.vocab_size)

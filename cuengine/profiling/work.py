@@ -34,24 +34,28 @@ NO_WORK = Work(0, 0)
 
 
 @cache
-def linear(rows: int, inputs: int, outputs: int, itemsize: int, *, bias: bool) -> Work:
+def linear(
+    rows: int, inputs: int, outputs: int, itemsize: int, *, weight_bytes: int, bias: bool
+) -> Work:
     """x [rows, inputs] @ w [outputs, inputs].T (+ b [outputs]) -> y [rows, outputs].
 
-    bytes       itemsize * (rows * inputs + inputs * outputs + rows * outputs) (+ b: outputs)
+    bytes       itemsize * (rows * inputs + rows * outputs) + weight_bytes (+ b: itemsize * outputs)
     operations  2 * rows * inputs * outputs (+ rows * outputs)
+
+    weight_bytes: of w, in memory.
     """
-    numbers = rows * inputs + inputs * outputs + rows * outputs + bias * outputs
-    return Work(itemsize * numbers, 2 * rows * inputs * outputs + bias * rows * outputs)
+    num_bytes = itemsize * (rows * inputs + rows * outputs + bias * outputs) + weight_bytes
+    return Work(num_bytes, 2 * rows * inputs * outputs + bias * rows * outputs)
 
 
 @cache
-def logits(rows: int, inputs: int, vocab: int, itemsize: int) -> Work:
+def logits(rows: int, inputs: int, vocab: int, itemsize: int, *, weight_bytes: int) -> Work:
     """`linear` without a bias and with a float32 result.
 
-    bytes       itemsize * (rows * inputs + inputs * vocab) + 4 * rows * vocab
+    bytes       itemsize * rows * inputs + weight_bytes + 4 * rows * vocab
     operations  2 * rows * inputs * vocab
     """
-    num_bytes = itemsize * (rows * inputs + inputs * vocab) + _FLOAT * rows * vocab
+    num_bytes = itemsize * rows * inputs + weight_bytes + _FLOAT * rows * vocab
     return Work(num_bytes, 2 * rows * inputs * vocab)
 
 

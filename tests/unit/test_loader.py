@@ -10,18 +10,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from quantized_matrices import random_quantized
 from safetensors.numpy import load_file, save_file
 
+from cuengine import LLM, SamplingParams
 from cuengine.device.cpu import CpuDevice
+from cuengine.device.packed import NarrowMatrix
 from cuengine.errors import ModelError
 from cuengine.model.config import ModelConfig, read_model_config
 from cuengine.model.layout import all_parts
 from cuengine.model.llama import LlamaWeights
 from cuengine.model.loader import load_weights, require_memory, weight_bytes
+from cuengine.model.quantized_tensors import KINDS
 from cuengine.model.rope import cos_sin_table
+from cuengine.quantized import Bits, QuantizedMatrix
 
 
 @dataclass
@@ -199,6 +205,133 @@ def test_quantized_tensors_are_refused_by_name(tmp_path: Path) -> None:
     message = refusal(lambda: load(tmp_path))
     assert name in message
     assert "dtype I8" in message
+
+
+# Quantized tensors --------------------------------------------------------------------------------
+
+
+def write_quantized(
+    folder: Path, *, bits: Bits = 4, group: int = 16, **replaced: NDArray[Any]
+) -> dict[str, NDArray[np.float32]]:
+    """Every matrix of write_model's in codes; returns the numbers of all, in float32.
+
+    replaced  tensors of layer 0's up_proj to write instead, by kind
+    """
+    config = write_model(folder)
+    tensors: dict[str, NDArray[Any]] = {}
+    numbers = {}
+    for seed, part in enumerate(all_parts(config)):
+        if len(part.shape) == 1:
+            tensors[part.name] = numbers[part.name] = np.ones(part.shape, np.float32)
+            continue
+        matrix, _ = random_quantized(*part.shape, bits=bits, group=group, seed=seed)
+        numbers[part.name] = matrix.dequantize()
+        for kind in KINDS:
+            tensors[f"{part.name}.{kind}"] = getattr(matrix, kind)
+    for kind, tensor in replaced.items():
+        tensors[f"model.layers.0.mlp.up_proj.weight.{kind}"] = tensor
+    save_file(tensors, folder / "model.safetensors")
+    return numbers
+
+
+class QuantizedDevice(FakeDevice):
+    keeps_quantized = True
+
+    def upload_matrix(self, weight: Any) -> Any:
+        return weight
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 16), (8, 32)])
+@pytest.mark.parametrize("keeps", [True, False])
+def test_quantized_parts_are_fused_and_keep_their_bits_where_the_device_does(
+    tmp_path: Path, bits: Bits, group: int, keeps: bool
+) -> None:
+    numbers = write_quantized(tmp_path, bits=bits, group=group)
+    weights = load(tmp_path, QuantizedDevice() if keeps else FakeDevice())
+    layer = "model.layers.1.self_attn"
+    expected = np.concatenate([numbers[f"{layer}.{x}_proj.weight"] for x in "qkv"])
+    for got, expected_numbers in (
+        (weights.layers[1].qkv, expected),
+        (weights.layers[1].o, numbers[f"{layer}.o_proj.weight"]),
+        (weights.embedding, numbers["model.embed_tokens.weight"]),
+    ):
+        assert isinstance(got, QuantizedMatrix) == keeps
+        if keeps:
+            assert (got.bits, got.group) == (bits, group)
+        as_floats = got.dequantize() if keeps else got
+        np.testing.assert_array_equal(as_floats, expected_numbers)
+    assert weights.norm.dtype == np.float32
+
+
+def test_quantized_weights_reach_other_devices_in_their_dtype(tmp_path: Path) -> None:
+    numbers = write_quantized(tmp_path)
+    weights = load(tmp_path, FakeDevice(dtype="bfloat16"))
+    assert weights.layers[0].down.dtype.name == "bfloat16"
+    expected = numbers["model.layers.0.mlp.down_proj.weight"].astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(weights.layers[0].down, expected)
+
+
+def test_logits_from_codes_are_those_from_their_numbers_to_the_last_bit(tmp_path: Path) -> None:
+    """In a decode step of few rows, and in a prompt of many; codes in Numba, numbers, too."""
+    pytest.importorskip("numba", reason="codes are multiplied in Numba")
+    write_quantized(tmp_path)
+    prompts = [list(range(3, 3 + length)) for length in (2, 5, 40)]
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logprobs=5)
+
+    def answers(keeps: bool) -> list[Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            if not keeps:
+                as_floats = CpuDevice.__init__
+
+                def init(device: CpuDevice) -> None:
+                    as_floats(device)
+                    device.keeps_quantized = False
+
+                patch.setattr(CpuDevice, "__init__", init)
+            llm = LLM(str(tmp_path), device="cpu", skip_tokenizer_init=True, max_model_len=64)
+        found = isinstance(llm.engine.runner.model.weights.embedding, NarrowMatrix)  # type: ignore[attr-defined]
+        assert found == keeps
+        outputs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params)
+        return [(output.outputs[0].token_ids, output.outputs[0].logprobs) for output in outputs]
+
+    assert answers(True) == answers(False)
+
+
+@pytest.mark.parametrize(
+    ("replaced", "what"),
+    [
+        ({"codes": np.zeros((64, 12), np.uint8)}, "up_proj.weight.codes' has shape [64, 12]"),
+        ({"codes": np.zeros((64, 16), np.int8)}, "dtype I8"),
+        (
+            {x: np.zeros((64, 3), np.float32) for x in ("scales", "offsets")},
+            "3 groups in rows of 32",
+        ),
+        ({"scales": np.zeros((64, 16), np.float32)}, "up_proj.weight.offsets' has shape"),
+        ({"scales": np.zeros((64, 0), np.float32)}, "up_proj.weight.scales' has shape [64, 0]"),
+        ({"scales": np.zeros(64, np.float32)}, "up_proj.weight.scales' has shape [64]"),
+        ({"offsets": np.zeros((64, 2), np.float16)}, "dtype F16"),
+        (
+            {x: np.zeros((64, 4), np.float32) for x in ("scales", "offsets")},
+            "differ in the length of their rows",
+        ),
+    ],
+)
+def test_quantized_tensors_that_do_not_fit_each_other_are_refused(
+    tmp_path: Path, replaced: dict[str, NDArray[Any]], what: str
+) -> None:
+    write_quantized(tmp_path, **replaced)
+    assert what in refusal(lambda: load(tmp_path, QuantizedDevice()))
+
+
+def test_a_model_is_refused_by_what_its_codes_need_where_they_stay_codes(tmp_path: Path) -> None:
+    write_quantized(tmp_path, bits=4, group=16)
+    table = 96 * 8 * 4
+    vectors = 5 * 32  # norms: two in each of two layers, and the last
+    codes = (PARAMETERS - vectors) // 2 + (PARAMETERS - vectors) // 16 * 8
+    needed = codes + 4 * vectors + table
+    load(tmp_path, QuantizedDevice(free=needed))
+    for device in (QuantizedDevice(free=needed - 1), FakeDevice(free=4 * PARAMETERS + table - 1)):
+        assert "its weights need" in refusal(lambda device=device: load(tmp_path, device))
 
 
 # Memory -----------------------------------------------------------------------------------------

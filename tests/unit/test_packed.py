@@ -99,4 +99,4 @@ def test_rows_and_products_of_codes_without_numba_are_those_of_their_numbers(bit
 def test_codes_take_as_many_bits_as_they_have() -> None:
     weight, _ = random_quantized(2 * packed.PANEL, 64, bits=4, group=32)
     narrow = packed.pack_narrow(weight, packed.Arena())
-    assert narrow.groups.nbytes == weight.num_bytes
+    assert narrow.nbytes == weight.num_bytes

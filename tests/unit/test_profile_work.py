@@ -16,11 +16,11 @@ from cuengine.profiling.work import Work
     ("counted", "num_bytes", "operations"),
     [
         # x [3, 4] and w [5, 4] and y [3, 5]: 12 + 20 + 15 numbers of 2 bytes; 15 sums of 4 products
-        (work.linear(3, 4, 5, 2, bias=False), 94, 120),
+        (work.linear(3, 4, 5, 2, weight_bytes=40, bias=False), 94, 120),
         # 5 numbers more to read, 15 more to add
-        (work.linear(3, 4, 5, 2, bias=True), 104, 135),
+        (work.linear(3, 4, 5, 2, weight_bytes=40, bias=True), 104, 135),
         # x [2, 4] and w [6, 4] in 2 bytes, y [2, 6] in 4: 16 + 48 + 48
-        (work.logits(2, 4, 6, 2), 112, 96),
+        (work.logits(2, 4, 6, 2, weight_bytes=48), 112, 96),
         # 3 rows of 8 read and written in 4 bytes, 3 indices
         (work.embedding(3, 8, 4), 204, 0),
         # x and y [3, 8], w [8] in 2 bytes

@@ -111,7 +111,7 @@ def test_core_reaches_devices_only_through_their_interface():
 def test_devices_know_neither_models_nor_the_engine():
     devices = [name for name in modules() if within(name, "cuengine.device")]
     allowed = {"cuengine.batch", "cuengine.beside", "cuengine.errors"}
-    allowed |= {"cuengine.extras", "cuengine.paths"}
+    allowed |= {"cuengine.extras", "cuengine.paths", "cuengine.quantized"}
     forbidden = [name for name in core() if name not in allowed]
     assert not offences(devices, "cuengine.model", "cuengine.api", *ASSEMBLY, *forbidden)
 
