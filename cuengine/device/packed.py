@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import mmap
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ VECTORS = 2
 PANEL = LANES * VECTORS
 LINE = 64
 """Bytes of a cache line, and the alignment of panels."""
+_CODES_AT_ONCE = 1 << 18
+"""Bytes of codes that are laid out at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +167,16 @@ def pack(weight: Float32, arena: Arena) -> PackedMatrix:
 def pack_narrow(weight: QuantizedMatrix, arena: Arena) -> NarrowMatrix:
     """The same for a weight of 4 or 8 bits."""
     narrow = NarrowMatrix.empty(weight, arena)
+    # What is in work stays in the cache, and takes no memory to speak of.
+    step = max(1, _CODES_AT_ONCE // (PANEL * weight.codes.shape[1]))
+    for first in range(0, len(narrow.groups), step):
+        rows = weight.rows(first * PANEL, (first + step) * PANEL)
+        groups = narrow.groups[first : first + step]
+        _fill_narrow(replace(narrow, groups=groups, out_features=rows.out_features), rows)
+    return narrow
+
+
+def _fill_narrow(narrow: NarrowMatrix, weight: QuantizedMatrix) -> None:
     _fill_panels(narrow.scales, weight.scales)
     _fill_panels(narrow.offsets, weight.offsets)
     num_panels, num_groups, group, _ = narrow.codes.shape
@@ -175,7 +187,6 @@ def pack_narrow(weight: QuantizedMatrix, arena: Arena) -> NarrowMatrix:
         left, right = columns[:, :, :LANES], columns[:, :, LANES:]
         columns = np.concatenate([left & 15 | right << 4, left >> 4 | right & 0xF0], axis=1)
     narrow.codes[:] = columns.reshape(num_panels, num_groups, group, -1)
-    return narrow
 
 
 def _fill_panels(panels: NDArray[Any], rows: NDArray[Any]) -> None:

@@ -70,7 +70,7 @@ def _group_weights(builder: Any, bits: int, groups: Any, index: Any, group: Any)
     few, wide = ir.VectorType(ir.IntType(8), LANES), ir.VectorType(I32, LANES)
     scales, offsets = (
         [
-            load(builder, at(builder, record, I64(first + LANES * vector)), align=LINE)
+            load(builder, at(builder, record, I64(first + LANES * vector)), align=4 * LANES)
             for vector in range(VECTORS)
         ]
         for first in (0, PANEL)

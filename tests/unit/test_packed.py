@@ -72,7 +72,7 @@ def test_an_arena_gives_aligned_memory_that_nobody_else_has() -> None:
 
 
 @pytest.mark.parametrize("out_features", [1, 7, packed.PANEL, packed.PANEL + 1, 5 * packed.PANEL])
-@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 16), (8, 32), (8, 16)])
+@pytest.mark.parametrize(("bits", "group"), [(4, 32), (4, 16), (4, 4), (8, 32), (8, 16), (8, 4)])
 def test_products_with_codes_are_those_with_their_numbers_to_the_last_bit(
     out_features: int, bits: Bits, group: int
 ) -> None:
@@ -94,6 +94,15 @@ def test_rows_and_products_of_codes_without_numba_are_those_of_their_numbers(bit
     x, out = normal(5, 32), np.empty((5, packed.PANEL + 3), np.float32)
     narrow.multiply(x, out)
     np.testing.assert_allclose(out, x.astype(float) @ numbers.T, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_codes_are_laid_out_part_by_part(bits: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, numbers = random_quantized(5 * packed.PANEL + 3, 32, bits=bits, group=16)
+    monkeypatch.setattr(packed, "_CODES_AT_ONCE", 2 * packed.PANEL * weight.codes.shape[1])
+    narrow = packed.pack_narrow(weight, packed.Arena())
+    ids = np.arange(weight.out_features, dtype=np.int32)
+    np.testing.assert_array_equal(narrow.rows(ids), numbers.astype(np.float32))
 
 
 def test_codes_take_as_many_bits_as_they_have() -> None:
