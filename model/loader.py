@@ -66,7 +66,7 @@ def load_weights(
 
     def load(parts: Sequence[Part]) -> Array:
         fused: NDArray[Any] | QuantizedMatrix
-        if is_quantized(checkpoint, parts[0]):
+        if any(is_quantized(checkpoint, part) for part in parts):
             fused = read_quantized(checkpoint, parts)
             if not device.keeps_quantized:
                 fused = _dequantized(fused, dtype)

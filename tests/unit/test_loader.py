@@ -323,6 +323,18 @@ def test_quantized_tensors_that_do_not_fit_each_other_are_refused(
     assert what in refusal(lambda: load(tmp_path, QuantizedDevice()))
 
 
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj"])
+def test_codes_beside_floats_in_what_is_fused_are_refused(tmp_path: Path, name: str) -> None:
+    write_quantized(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    part = f"model.layers.0.mlp.{name}.weight"
+    for kind in KINDS:
+        del tensors[f"{part}.{kind}"]
+    tensors[part] = np.zeros((64, 32), np.float32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert f"'{part}.codes'" in refusal(lambda: load(tmp_path, QuantizedDevice()))
+
+
 def test_a_model_is_refused_by_what_its_codes_need_where_they_stay_codes(tmp_path: Path) -> None:
     write_quantized(tmp_path, bits=4, group=16)
     table = 96 * 8 * 4
